@@ -1,0 +1,110 @@
+"""Words that the kernel and the host share: kernel parameters, status block, roles and the things that a wait awaits.
+
+Rendered into the source as constants and structs, and read by the runtime, so that each exists once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class RoleId(IntEnum):
+    """Who waits, in a status record."""
+
+    DISPATCH = 1
+    LOAD_TOKENS = 2
+    LOAD_WEIGHTS = 3
+    MATH = 4
+    COMBINE = 5
+
+
+class Awaited(IntEnum):
+    """What a wait awaits; `peer` of the record is a rank for the barriers, and a pool block or a pipeline stage for the others."""
+
+    RANK_BEFORE_PULL = 1
+    RANK_BEFORE_COMBINE = 2
+    TOKENS_OF_BLOCK = 3
+    INTERMEDIATE_OF_BLOCK = 4
+    FULL_STAGE = 5
+    EMPTY_STAGE = 6
+    TILE_TASK = 7
+    PULLED_ROW = 8
+    NUM_TOKENS_IN_RANGE = 9
+
+
+AWAITED_TEXT = {
+    Awaited.RANK_BEFORE_PULL: "the routing counts of rank {peer}",
+    Awaited.RANK_BEFORE_COMBINE: "the expert outputs of rank {peer}",
+    Awaited.TOKENS_OF_BLOCK: "the token rows of pool block {peer}",
+    Awaited.INTERMEDIATE_OF_BLOCK: "the intermediate rows of pool block {peer}",
+    Awaited.FULL_STAGE: "the data of pipeline stage {peer}",
+    Awaited.EMPTY_STAGE: "the release of pipeline stage {peer}",
+    Awaited.TILE_TASK: "tile slot {peer}",
+    Awaited.PULLED_ROW: "a token row pulled from rank {peer}",
+    Awaited.NUM_TOKENS_IN_RANGE: "num_tokens within max_tokens",
+}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One member of a C struct: `ctype` is an alias of the kernel source, `count` > 1 makes an array."""
+
+    name: str
+    ctype: str
+    comment: str
+    count: int = 1
+
+    @property
+    def size(self) -> int:
+        return CTYPE_BYTES[self.ctype] * self.count
+
+
+CTYPE_BYTES = {"TensorMap": 128, "u64": 8, "i64": 8, "u32": 4, "f32": 4}
+
+#: The status block in pinned host memory. `code` is written last, with release at system scope.
+STATUS_FIELDS = (
+    Field("code", "u32", "Awaited value of the wait that failed, 0 while all is well"),
+    Field("rank", "u32", "rank that reports"),
+    Field("sm", "u32", "its SM (block index)"),
+    Field("role", "u32", "its RoleId"),
+    Field("peer", "u32", "rank, pool block or pipeline stage that is waited for"),
+    Field("expected", "u32", "value that would end the wait"),
+    Field("seen", "u32", "value last seen"),
+    Field("launch", "u32", "launch number of this buffer"),
+    Field("aborted_by", "u32", "rank + 1 of the peer whose abort stopped this rank, 0 if none"),
+    Field("dropped_ids", "u32", "expert ids out of range so far, dropped"),
+)
+
+
+def params_fields(ranks: int) -> tuple[Field, ...]:
+    """The kernel's one parameter, a struct; tensor maps first, since they need 64-byte alignment."""
+    return (
+        Field("l1_tokens", "TensorMap", "pool of received tokens, [rows][H] bytes, box BLOCK_M x 128"),
+        Field("l2_tokens", "TensorMap", "pool of intermediate rows, [rows][I] bytes, box BLOCK_M x 128"),
+        Field("symm", "u64", "this rank's symmetric buffer"),
+        Field("local", "u64", "this rank's local workspace"),
+        Field("w13", "u64", "gate and up weights, kernel layout"),
+        Field("w13_sf", "u64", "their scale factors, (gate, up) pairs"),
+        Field("w2", "u64", "down weights, kernel layout"),
+        Field("w2_sf", "u64", "their scale factors, pairs"),
+        Field("output", "u64", "y: bfloat16 [num_tokens][H]"),
+        Field("num_tokens_ptr", "u64", "device u32 with the token count, or 0 to use num_tokens"),
+        Field("status", "u64", "status block, pinned host memory"),
+        Field("timeout_ns", "u64", "limit of every wait"),
+        Field("num_tokens", "u32", "tokens of this rank (an upper bound if num_tokens_ptr is set)"),
+        Field("rank", "u32", "this rank"),
+        Field("offsets", "i64", "symmetric buffer of rank r minus this rank's, bytes", ranks),
+    )
+
+
+def struct_offsets(fields: tuple[Field, ...]) -> tuple[dict[str, int], int]:
+    """Byte offset of each field and the struct's size, by the C rules (natural alignment; 64 bytes for tensor maps)."""
+    offsets, position, widest = {}, 0, 1
+    for field in fields:
+        alignment = 64 if field.ctype == "TensorMap" else CTYPE_BYTES[field.ctype]
+        widest = max(widest, alignment)
+        position = -(-position // alignment) * alignment
+        offsets[field.name] = position
+        position += field.size
+    return offsets, -(-position // widest) * widest

@@ -1,0 +1,215 @@
+"""Plan -> CUDA source. Everything was decided before: this file names the plan's numbers, and the templates loop and substitute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from megagen import __version__
+from megagen.contract import SF_BLOCK
+from megagen.planning.plan import BLOCK_K, BLOCK_N, MATH_WARPS, TILE_SLOTS, KernelPlan
+from megagen.protocol import STATUS_FIELDS, Awaited, RoleId, params_fields
+
+ENTRY = "megamoe"
+QUANTIZE_ENTRY = "quantize_inputs"
+DRAIN_NS = 50_000  # far above the time that an issued bulk copy takes to land
+COMBINE_COLUMNS = (1024, 512, 256, 128)  # columns of one token per warp, the largest that divides the row
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One named number of the source; `comment` gives its unit or meaning."""
+
+    name: str
+    value: str
+    comment: str = ""
+    ctype: str = "u32"
+
+
+@dataclass(frozen=True)
+class ConstantGroup:
+    title: str
+    constants: tuple[Constant, ...]
+
+
+def templates_dir() -> Path:
+    """The templates: inside the package when installed, beside it in a source tree."""
+    installed = Path(__file__).parent / "templates"
+    return installed if installed.is_dir() else Path(__file__).parent.parent / "templates"
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(templates_dir()),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=False,
+    )
+
+
+def render(plan: KernelPlan) -> str:
+    """The CUDA source of the plan's kernel; self-contained, entry point `ENTRY`."""
+    contract = plan.contract
+    return _finish(
+        _environment()
+        .get_template("kernel.cu.j2")
+        .render(
+            plan=plan,
+            version=__version__,
+            entry=ENTRY,
+            shape=contract.shape,
+            ranks=contract.ranks,
+            local_experts=contract.local_experts,
+            max_tokens=contract.max_tokens,
+            format=contract.format,
+            sf_group=contract.sf_group,
+            activation=contract.activation,
+            clamp=contract.clamp,
+            operand_order=plan.operand_order,
+            block_m=plan.block_m,
+            hidden=contract.shape.hidden,
+            top_k=contract.shape.top_k,
+            wgmma_n=128 if plan.operand_order == "tokens_on_m" else plan.block_m,
+            pull_pieces=contract.shape.hidden // plan.pull_bytes,
+            combine_columns=combine_columns(contract.shape.hidden),
+            math_warps=MATH_WARPS,
+            math_threads=MATH_WARPS * 32,
+            constants=constants(plan),
+            params=params_fields(contract.ranks),
+            status=STATUS_FIELDS,
+        )
+    )
+
+
+def combine_columns(hidden: int) -> int:
+    """Columns of one token that a warp combines at a time."""
+    return next(c for c in COMBINE_COLUMNS if hidden % c == 0)
+
+
+def _finish(text: str) -> str:
+    lines = [line.rstrip() for line in text.splitlines()]
+    return "\n".join(line for i, line in enumerate(lines) if line or (i and lines[i - 1])) + "\n"
+
+
+def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
+    """The numbers of a plan as named constants, in the order in which a reader wants them."""
+    contract, shape = plan.contract, plan.contract.shape
+    weights = plan.weight_layout
+    roles = {role.name: role for role in plan.roles}
+    columns = combine_columns(shape.hidden)
+    on_m = plan.operand_order == "tokens_on_m"
+    half_rows = 128 if on_m else 64  # weight rows of half a warpgroup's part of the tile
+    groups = [
+        ConstantGroup(
+            "problem",
+            (
+                Constant("HIDDEN", str(shape.hidden), "columns of a token"),
+                Constant("INTERMEDIATE", str(shape.intermediate), "columns between the two GEMMs"),
+                Constant("EXPERTS", str(shape.experts), "of all ranks together"),
+                Constant("TOP_K", str(shape.top_k), "experts per token"),
+                Constant("RANKS", str(contract.ranks)),
+                Constant("LOCAL_EXPERTS", str(contract.local_experts), "experts of this rank"),
+                Constant("MAX_TOKENS", str(contract.max_tokens), "capacity per rank"),
+                Constant("HIDDEN_BLOCKS", str(shape.hidden // SF_BLOCK), "K blocks of L1"),
+                Constant("INTERMEDIATE_BLOCKS", str(shape.intermediate // SF_BLOCK), "K blocks of L2"),
+                Constant("NO_EXPERT", "~0u"),
+                *(
+                    (Constant("SWIGLU_LIMIT", f"{contract.clamp!r}f", "clamp of gate and up", "float"),)
+                    if contract.clamp is not None
+                    else ()
+                ),
+            ),
+        ),
+        ConstantGroup(
+            "tiles and pipeline",
+            (
+                Constant("BLOCK_M", str(plan.block_m), "token rows of a tile"),
+                Constant("BLOCK_N", str(BLOCK_N), "weight rows of a tile"),
+                Constant("BLOCK_K", str(BLOCK_K), "bytes of K per stage"),
+                Constant("WGMMA_K", "32", "K of one E4M3 WGMMA"),
+                Constant("DESCRIPTOR_K_STEP", "2", "32 bytes further in K, in 16-byte units of a descriptor", "u64"),
+                Constant("DESCRIPTOR_HALF", str(half_rows * BLOCK_K // 16), f"the second half, {half_rows} rows further", "u64"),
+                Constant("STAGES", str(plan.stages)),
+                Constant("WEIGHT_STAGE_BYTES", str(plan.weight_stage_bytes)),
+                Constant("TOKEN_STAGE_BYTES", str(plan.token_stage_bytes)),
+                Constant("SF_STAGE_BYTES", str(plan.sf_stage_bytes)),
+                *((Constant("STAGING_WARP_BYTES", str(16 * 128), "16 rows of 128 bytes"),) if on_m else ()),
+                Constant("TILE_SLOTS", str(TILE_SLOTS), "tile tasks between token loader and math"),
+                Constant("L1_N_TILES", str(weights.n_tiles13)),
+                Constant("L2_N_TILES", str(weights.n_tiles2)),
+                Constant("L2_ARRIVALS", str(plan.l2_arrivals), "arrivals that make a block's intermediate rows complete"),
+                Constant("EXPERTS_PER_WAVE", str(plan.experts_per_wave)),
+                Constant("PULL_BYTES", str(plan.pull_bytes), "piece of a token row pulled at a time"),
+                *(
+                    (Constant("PULL_PIECES", str(shape.hidden // plan.pull_bytes)),)
+                    if shape.hidden != plan.pull_bytes
+                    else ()
+                ),
+                Constant("RANKS_PER_LANE", str(-(-contract.ranks // 32)), "source ranks that a lane looks after"),
+                Constant("COMBINE_COLUMNS", str(columns), "columns of one token per warp"),
+                Constant("COMBINE_STEPS", str(max(1, columns // 256)), "steps of 256 columns"),
+                Constant("DRAIN_NS", str(DRAIN_NS), "ns, after a stop"),
+            ),
+        ),
+        ConstantGroup(
+            "threads and barriers",
+            (
+                Constant("THREADS", str(plan.threads)),
+                Constant("FULL_WARP", "~0u"),
+                Constant("FIRST_DISPATCH_WARP", str(roles["dispatch"].first_warp)),
+                Constant("FIRST_MATH_WARP", str(roles["math"].first_warp)),
+                Constant("DISPATCH_WARPS", str(roles["dispatch"].warps)),
+                Constant("DISPATCH_THREADS", str(32 * roles["dispatch"].warps)),
+                Constant("MATH_WARPS", str(roles["math"].warps)),
+                Constant("MATH_THREADS", str(32 * roles["math"].warps)),
+                Constant("LOAD_REGISTERS", str(roles["load_tokens"].registers), "", "int"),
+                Constant("MATH_REGISTERS", str(roles["math"].registers), "", "int"),
+                Constant("BARRIER_COUNTS_KNOWN", "1", "all threads: the schedule can start"),
+                Constant("BARRIER_DISPATCH", "2", "dispatch role"),
+                Constant("BARRIER_MATH", "3", "math role"),
+                Constant("BARRIER_RESULTS_HOME", "4", "dispatch and math: barrier 2 has been passed"),
+                *(
+                    (Constant("BARRIER_WARPGROUP", "5", "and 6, one per math warpgroup"),)
+                    if not on_m
+                    else ()
+                ),
+            ),
+        ),
+        ConstantGroup("shared memory, bytes", tuple(_offsets("SMEM", plan.smem.regions, f"{plan.smem.size} in all"))),
+        ConstantGroup(
+            "symmetric buffer, bytes", tuple(_offsets("SYMM", contract.symm.regions, f"{contract.symm.size} in all", "u64"))
+        ),
+        ConstantGroup(
+            "local workspace, bytes", tuple(_offsets("LOCAL", plan.local.regions, f"{plan.local.size} in all", "u64"))
+        ),
+        ConstantGroup(
+            "words and codes",
+            (
+                Constant("LAUNCH_NUMBER", "0", "words of the launch region: launches completed on this buffer"),
+                Constant("LAUNCH_FAILURES", "1", "failures so far; the first is reported"),
+                Constant("LAUNCH_DROPPED", "2", "expert ids out of range so far"),
+                Constant("LAUNCH_ARRIVED", "4", "and 5: SMs that have reached barrier 1, barrier 2"),
+                Constant("CTA_FLAG_STOPPED", "0", "words of cta_flags: the token loader or a barrier gave up"),
+                Constant("CTA_FLAG_LAST", "1", "this SM arrived last at barrier 1"),
+                *(Constant(f"ROLE_{role.name}", str(int(role))) for role in RoleId if role != RoleId.LOAD_WEIGHTS),
+                *(Constant(f"AWAITED_{a.name}", str(int(a))) for a in Awaited),
+            ),
+        ),
+    ]
+    return tuple(groups)
+
+
+def _offsets(prefix: str, regions: tuple[Any, ...], total: str, ctype: str = "u32") -> list[Constant]:
+    described = []
+    for i, region in enumerate(regions):
+        comment = f"{region.dtype}[{']['.join(map(str, region.shape))}]"
+        if i == len(regions) - 1:
+            comment += f"; {total}"
+        described.append(Constant(f"{prefix}_{region.name.upper()}", str(region.offset), comment, ctype))
+    return described
