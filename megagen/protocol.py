@@ -33,6 +33,27 @@ class Awaited(IntEnum):
     NUM_TOKENS_IN_RANGE = 9
 
 
+class TraceState(IntEnum):
+    """What a warp does from a trace record on, until its next record."""
+
+    COUNT = 1
+    WAIT_RANKS = 2
+    PULL = 3
+    WAIT_ROWS = 4
+    FILL = 5
+    WAIT_TILE = 6
+    L1_LOOP = 7
+    L1_EPILOGUE = 8
+    L2_LOOP = 9
+    L2_EPILOGUE = 10
+    WAIT_RESULTS = 11
+    COMBINE = 12
+    CLEAN_UP = 13
+    END = 14
+
+
+TRACE_CAPACITY = 512  # records per warp; later ones are dropped
+
 AWAITED_TEXT = {
     Awaited.RANK_BEFORE_PULL: "the routing counts of rank {peer}",
     Awaited.RANK_BEFORE_COMBINE: "the expert outputs of rank {peer}",
@@ -77,11 +98,10 @@ STATUS_FIELDS = (
 )
 
 
-def params_fields(ranks: int) -> tuple[Field, ...]:
-    """The kernel's one parameter, a struct; tensor maps first, since they need 64-byte alignment."""
+def params_fields(ranks: int, trace: bool = False) -> tuple[Field, ...]:
+    """The kernel's one parameter, a struct."""
+    traced = (Field("trace", "u64", "trace records, [SMs][warps][TRACE_CAPACITY] of u32 {ns, SM clock, state, argument}"),)
     return (
-        Field("l1_tokens", "TensorMap", "pool of received tokens, [rows][H] bytes, box BLOCK_M x 128"),
-        Field("l2_tokens", "TensorMap", "pool of intermediate rows, [rows][I] bytes, box BLOCK_M x 128"),
         Field("symm", "u64", "this rank's symmetric buffer"),
         Field("local", "u64", "this rank's local workspace"),
         Field("w13", "u64", "gate and up weights, kernel layout"),
@@ -92,6 +112,7 @@ def params_fields(ranks: int) -> tuple[Field, ...]:
         Field("num_tokens_ptr", "u64", "device u32 with the token count, or 0 to use num_tokens"),
         Field("status", "u64", "status block, pinned host memory"),
         Field("timeout_ns", "u64", "limit of every wait"),
+        *(traced if trace else ()),
         Field("num_tokens", "u32", "tokens of this rank (an upper bound if num_tokens_ptr is set)"),
         Field("rank", "u32", "this rank"),
         Field("offsets", "i64", "symmetric buffer of rank r minus this rank's, bytes", ranks),

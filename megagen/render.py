@@ -9,10 +9,10 @@ from typing import Any
 
 import jinja2
 
-from megagen import __version__
-from megagen.contract import SF_BLOCK
-from megagen.planning.plan import BLOCK_K, BLOCK_N, MATH_WARPS, TILE_SLOTS, KernelPlan
-from megagen.protocol import STATUS_FIELDS, Awaited, RoleId, params_fields
+from megagen import __version__, companion
+from megagen.contract import SF_BLOCK, Contract
+from megagen.planning.plan import BLOCK_K, BLOCK_N, MATH_WARPS, TILE_SLOTS, WARP_STAGING_BYTES, KernelPlan
+from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, Awaited, RoleId, TraceState, params_fields
 
 ENTRY = "megamoe"
 QUANTIZE_ENTRY = "quantize_inputs"
@@ -81,8 +81,45 @@ def render(plan: KernelPlan) -> str:
             math_warps=MATH_WARPS,
             math_threads=MATH_WARPS * 32,
             constants=constants(plan),
-            params=params_fields(contract.ranks),
+            params=params_fields(contract.ranks, plan.trace),
+            lead=plan.lead,
+            cluster=plan.cluster,
+            tracing=plan.trace,
             status=STATUS_FIELDS,
+        )
+    )
+
+
+def render_quantize(contract: Contract) -> str:
+    """The CUDA source of the companion kernel (`companion`); self-contained, entry point `QUANTIZE_ENTRY`."""
+    shape = contract.shape
+    regions = tuple(contract.symm[name] for name in ("x", "x_sf", "topk_ids", "topk_weights"))
+    problem = (
+        Constant("HIDDEN", str(shape.hidden), "columns of a token", "u64"),
+        Constant("HIDDEN_BLOCKS", str(shape.hidden // SF_BLOCK), "scale factors of a token"),
+        Constant("SF_BLOCK", str(SF_BLOCK), "columns that share one"),
+        Constant("TOP_K", str(shape.top_k), "experts per token"),
+        Constant("INVALID_ID", str(companion.INVALID_ID), "what an id that does not fit 32 bits becomes", "i32"),
+        Constant("THREADS", str(companion.THREADS)),
+        Constant("LANES_PER_GROUP", str(companion.LANES_PER_GROUP), "lanes of one SF group"),
+        Constant("COLUMNS_PER_LANE", str(SF_BLOCK // companion.LANES_PER_GROUP)),
+    )
+    return _finish(
+        _environment()
+        .get_template("quantize.cu.j2")
+        .render(
+            name=companion.quantize_name(contract),
+            version=__version__,
+            entry=QUANTIZE_ENTRY,
+            lanes_per_group=companion.LANES_PER_GROUP,
+            constants=(
+                ConstantGroup("problem", problem),
+                ConstantGroup(
+                    "symmetric buffer, bytes",
+                    tuple(_offsets("SYMM", regions, f"{contract.symm.size} in all", "u64")),
+                ),
+            ),
+            params=companion.QUANTIZE_FIELDS,
         )
     )
 
@@ -137,14 +174,16 @@ def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
                 Constant("DESCRIPTOR_HALF", str(half_rows * BLOCK_K // 16), f"the second half, {half_rows} rows further", "u64"),
                 Constant("STAGES", str(plan.stages)),
                 Constant("WEIGHT_STAGE_BYTES", str(plan.weight_stage_bytes)),
-                Constant("TOKEN_STAGE_BYTES", str(plan.token_stage_bytes)),
-                Constant("SF_STAGE_BYTES", str(plan.sf_stage_bytes)),
-                *((Constant("STAGING_WARP_BYTES", str(16 * 128), "16 rows of 128 bytes"),) if on_m else ()),
+                Constant("TOKEN_TILE_BYTES", str(plan.token_tile_bytes), "token rows of a K block and their scale factors"),
+                Constant("TOKEN_STAGE_BYTES", str(plan.smem["token_stages"].shape[1]), "the same, aligned for the 128B swizzle"),
+                Constant("ROW_IMAGE_BYTES", str(plan.block_m * BLOCK_K), "the token rows alone"),
+                *((Constant("WARP_STAGING_BYTES", str(WARP_STAGING_BYTES), "16 rows of 128 bytes, 16 scale factors"),) if on_m else ()),
                 Constant("TILE_SLOTS", str(TILE_SLOTS), "tile tasks between token loader and math"),
                 Constant("L1_N_TILES", str(weights.n_tiles13)),
                 Constant("L2_N_TILES", str(weights.n_tiles2)),
                 Constant("L2_ARRIVALS", str(plan.l2_arrivals), "arrivals that make a block's intermediate rows complete"),
                 Constant("EXPERTS_PER_WAVE", str(plan.experts_per_wave)),
+                *((Constant("LEAD", str(plan.lead), "K blocks that math warpgroup 0 is ahead of warpgroup 1"),) if plan.lead else ()),
                 Constant("PULL_BYTES", str(plan.pull_bytes), "piece of a token row pulled at a time"),
                 *(
                     (Constant("PULL_PIECES", str(shape.hidden // plan.pull_bytes)),)
@@ -199,10 +238,16 @@ def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
                 Constant("CTA_FLAG_LAST", "1", "this SM arrived last at barrier 1"),
                 *(Constant(f"ROLE_{role.name}", str(int(role))) for role in RoleId if role != RoleId.LOAD_WEIGHTS),
                 *(Constant(f"AWAITED_{a.name}", str(int(a))) for a in Awaited),
+                *(_trace_constants() if plan.trace else ()),
             ),
         ),
     ]
     return tuple(groups)
+
+
+def _trace_constants() -> list[Constant]:
+    states = [Constant(f"TRACE_{state.name}", str(int(state))) for state in TraceState]
+    return [Constant("TRACE_CAPACITY", str(TRACE_CAPACITY), "records per warp"), *states]
 
 
 def _offsets(prefix: str, regions: tuple[Any, ...], total: str, ctype: str = "u32") -> list[Constant]:

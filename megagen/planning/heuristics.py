@@ -87,12 +87,12 @@ def choose_stages(
 def roles_sm90() -> tuple[tuple[Role, ...], str]:
     """One warpgroup loads and dispatches, two compute."""
     roles = (
-        Role("load_tokens", 0, 1, 40, "walks the schedule, waits for rows, fills the token side of the stages"),
-        Role("load_weights", 1, 1, 40, "fills the weight side of the stages"),
-        Role("dispatch", 2, DISPATCH_WARPS, 40, "counts, publishes and pulls tokens"),
-        Role("math", 4, MATH_WARPS, 232, "WGMMA, epilogues, combine"),
+        Role("load_tokens", 0, 1, 56, "walks the schedule, waits for rows, fills the token side of the stages"),
+        Role("load_weights", 1, 1, 56, "fills the weight side of the stages"),
+        Role("dispatch", 2, DISPATCH_WARPS, 56, "counts, publishes and pulls tokens"),
+        Role("math", 4, MATH_WARPS, 224, "WGMMA, epilogues, combine"),
     )
-    return roles, "setmaxnreg: 128 x 40 + 256 x 232 = 64,512 registers of a 384-thread launch; SwiGLU spills below 216"
+    return roles, "setmaxnreg: 128 x 56 + 256 x 224 = 64,512 registers of a 384-thread launch; SwiGLU spills below 216"
 
 
 @lru_cache(maxsize=1024)

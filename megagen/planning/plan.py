@@ -22,6 +22,7 @@ BLOCK_K = 128  # bytes of K per pipeline stage, one scale block
 TILE_SLOTS = 4  # tile tasks that the token loader may publish ahead of the math role
 DISPATCH_WARPS = 2
 MATH_WARPS = 8
+WARP_STAGING_BYTES = 16 * 128 + 128  # 16 rows of 128 bytes and 16 scale factors, 128-byte aligned
 LADDER = (16, 32, 64, 128)  # BLOCK_M values of sm90
 LARGEST_BLOCK_M = LADDER[-1]
 SMALLEST_BLOCK_M = LADDER[0]
@@ -66,7 +67,9 @@ class KernelPlan:
 
     `block_m`: token rows of a tile. `operand_order`: ``tokens_on_m`` gives each math warpgroup 64 token rows of the tile,
     ``tokens_on_n`` (A and B swapped) gives it 128 weight rows. `stages`: depth of the load pipeline. `experts_per_wave`: experts whose L1
-    tiles precede their L2 tiles. `pull_bytes`: piece of a token row that a dispatch warp copies at a time.
+    tiles precede their L2 tiles. `pull_bytes`: piece of a token row that a dispatch warp copies at a time. `lead`: K
+    blocks that math warpgroup 0 is ahead of warpgroup 1, so that their epilogues don't coincide. `cluster`: CTAs that share weight tiles by
+    multicast, 1 or 2. `trace`: the kernel records what each warp does.
     """
 
     contract: Contract
@@ -78,6 +81,9 @@ class KernelPlan:
     pull_bytes: int
     roles: tuple[Role, ...]
     expected_tokens: int
+    lead: int = 0
+    cluster: int = 1
+    trace: bool = False
     choices: tuple[Choice, ...] = field(default=(), compare=False)
 
     # -- derived sizes
@@ -99,12 +105,8 @@ class KernelPlan:
         return BLOCK_N * BLOCK_K
 
     @property
-    def token_stage_bytes(self) -> int:
-        return self.block_m * BLOCK_K
-
-    @property
-    def sf_stage_bytes(self) -> int:
-        return self.block_m * 4
+    def token_tile_bytes(self) -> int:
+        return token_tile_bytes(self.block_m)
 
     @property
     def pool_rows(self) -> int:
@@ -117,13 +119,13 @@ class KernelPlan:
 
     @property
     def l2_arrivals(self) -> int:
-        """Arrivals on a block's L2 counter that make its intermediate rows complete: one per math warp and L1 tile."""
-        return MATH_WARPS * self.weight_layout.n_tiles13
+        """Arrivals on a block's L2 counter that make its intermediate rows complete: per L1 tile one of each warp, or one in all."""
+        return self.weight_layout.n_tiles13 * (MATH_WARPS if self.operand_order == "tokens_on_m" else 1)
 
     @cached_property
     def smem(self) -> Layout:
         """Shared-memory map of the CTA, bytes from the start of dynamic shared memory."""
-        return cta_smem(self.contract, self.operand_order, self.block_m, self.stages, self.pull_bytes)
+        return cta_smem(self.contract, self.operand_order, self.block_m, self.stages, self.pull_bytes, self.trace)
 
     @cached_property
     def local(self) -> Layout:
@@ -181,6 +183,9 @@ class KernelPlan:
                 pull_bytes=values["pull_bytes"],
                 roles=tuple(Role(**role) for role in values["roles"]),
                 expected_tokens=values["expected_tokens"],
+                lead=values["lead"],
+                cluster=values["cluster"],
+                trace=values["trace"],
                 choices=tuple(Choice(**choice) for choice in values["choices"]),
             )
         except KeyError as missing:
@@ -226,23 +231,27 @@ class KernelPlan:
             raise PlanError(f"registers: the roles ask for {granted}, the launch of {self.threads} threads allocates {launched}")
 
 
+def token_tile_bytes(block_m: int) -> int:
+    """One K block of a pool block: the rows' 128 bytes each, then a float32 scale factor each."""
+    return block_m * (BLOCK_K + 4)
+
+
 def pool_rows(contract: Contract, block_m: int) -> int:
     """Rows that hold every token copy a rank can receive, each expert's rows starting a new block of `block_m`."""
     worst = contract.max_received + contract.local_experts * (block_m - 1)
     return align_up(worst, block_m)
 
 
-def cta_smem(contract: Contract, operand_order: OperandOrder, block_m: int, stages: int, pull_bytes: int) -> Layout:
+def cta_smem(contract: Contract, operand_order: OperandOrder, block_m: int, stages: int, pull_bytes: int, trace: bool = False) -> Layout:
     """Shared memory of one CTA; see the region names in the generated source."""
     experts = contract.local_experts
     on_m = operand_order == "tokens_on_m"
-    # Output staging: 16 rows x 128 bytes per math warp, or 128 bytes per token and warpgroup. The dispatch role counts in it before that.
-    staging = max(MATH_WARPS * 16 * 128 if on_m else 2 * block_m * 128, contract.shape.experts * 4)
+    # Output staging: 16 rows and their scale factors per math warp, or 128 bytes per token and warpgroup. Routes are counted in it before.
+    staging = max(MATH_WARPS * WARP_STAGING_BYTES if on_m else 2 * block_m * 128, contract.shape.experts * 4)
     amax = () if on_m else (("amax", "f32", (MATH_WARPS, block_m), 16), ("inverse_sf", "f32", (block_m,), 16))
     return smem_layout(
         ("weight_stages", "u8", (stages, BLOCK_N * BLOCK_K), 1024),
-        ("token_stages", "u8", (stages, block_m * BLOCK_K), 1024),
-        ("sf_stages", "f32", (stages, block_m), 128),
+        ("token_stages", "u8", (stages, align_up(token_tile_bytes(block_m), 1024)), 1024),
         ("staging", "u8", (staging,), 128),
         ("pull", "u8", (DISPATCH_WARPS, pull_bytes), 128),
         *amax,
@@ -254,15 +263,18 @@ def cta_smem(contract: Contract, operand_order: OperandOrder, block_m: int, stag
         ("tile_full", "u64", (TILE_SLOTS,), 8),
         ("tile_empty", "u64", (TILE_SLOTS,), 8),
         ("pulled", "u64", (DISPATCH_WARPS,), 8),
+        ("lead", "u64", (1,), 8),
         ("cta_flags", "u32", (4,), 16),
+        *((("trace_count", "u32", (12,), 16),) if trace else ()),
     )
 
 
 def local_layout(contract: Contract, block_m: int) -> Layout:
     """Local workspace of one rank for tiles of `block_m` rows.
 
-    Everything up to the pools is sized for the smallest tile, so that all plans of a contract agree on where the counters lie, which stay
-    zero between launches; the pools hold nothing between launches.
+    Everything up to the tiles is sized for the smallest tile, so that all plans of a contract agree on where the counters lie, which stay
+    zero between launches; the tiles hold nothing between launches. ``l1_tiles``, ``l2_tiles``: per pool block and K block, the token rows
+    (128 bytes each) as they lie in shared memory, 128B-swizzled, then their scale factors: one bulk copy fills a pipeline stage.
     """
     shape = contract.shape
     blocks = pool_rows(contract, SMALLEST_BLOCK_M) // SMALLEST_BLOCK_M
@@ -274,9 +286,7 @@ def local_layout(contract: Contract, block_m: int) -> Layout:
         ("l2_arrival", "u32", (blocks,)),
         ("row_source", "u64", (rows,)),
         ("row_weight", "f32", (rows,)),
-        ("l1_pool", "e4m3", (rows, shape.hidden)),
-        ("l1_sf", "f32", (rows // block_m, shape.hidden // SF_BLOCK, block_m)),
-        ("l2_pool", "e4m3", (rows, shape.intermediate)),
-        ("l2_sf", "f32", (rows // block_m, shape.intermediate // SF_BLOCK, block_m)),
+        ("l1_tiles", "u8", (rows // block_m, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),
+        ("l2_tiles", "u8", (rows // block_m, shape.intermediate // SF_BLOCK, token_tile_bytes(block_m))),
     )
 

@@ -1,0 +1,5 @@
+"""``python -m megagen``."""
+
+from megagen.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""One module per command; ``megagen.cli`` puts them together."""

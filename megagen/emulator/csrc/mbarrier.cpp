@@ -1,0 +1,62 @@
+#include "mbarrier.hpp"
+
+namespace megagen::emulator {
+
+Mbarrier& mbarrier_at(const Place& place) {
+  if (!place.region->is_shared()) fail(ErrorKind::MemoryFault, "an mbarrier must be in shared memory");
+  const auto it = place.region->mbarriers.find(static_cast<uint32_t>(place.offset));
+  if (it == place.region->mbarriers.end()) {
+    fail(ErrorKind::MemoryFault, format("no initialized mbarrier at %s + %llu", place.region->name.c_str(),
+                                        static_cast<unsigned long long>(place.offset)));
+  }
+  return *it->second;
+}
+
+std::string mbarrier_text(const Mbarrier& b) {
+  return format("mbarrier at shared address 0x%x (phase %llu, pending %u of %u arrivals, %lld bytes; initialized at PTX line %u)",
+                b.offset, static_cast<unsigned long long>(b.phase), b.pending, b.expected, static_cast<long long>(b.tx), b.init_line);
+}
+
+void mbarrier_settle(Machine& m, Mbarrier& b) {
+  // The 8 bytes are opaque, but change with every operation.
+  const uint64_t image = b.phase << 42 ^ static_cast<uint64_t>(b.tx & 0x1FFFFF) << 21 ^ b.pending;
+  memcpy(b.region->data + b.offset, &image, 8);
+  m.progress();
+  if (b.pending == 0 && b.tx == 0) {
+    ++b.phase;
+    b.pending = b.expected;
+    b.done = std::move(b.arriving);
+    b.arriving = Clock();
+    if (b.agent) ++b.count, m.agent_count(b.agent) = b.count;
+    std::vector<std::pair<Warp*, Fragment*>> waiters;
+    waiters.swap(b.waiters);
+    for (auto& [w, f] : waiters) {
+      if (f->wait == Wait::Mbarrier) m.wake(*w, *f);
+    }
+  }
+  m.touched(*b.region, b.offset, 8);
+}
+
+void mbarrier_arrive(Machine& m, Mbarrier& b, uint32_t arrivals, const Clock* released) {
+  if (arrivals > b.pending) {
+    fail(ErrorKind::MemoryFault, format("%u arrivals on the %s: more than are pending in this phase", arrivals, mbarrier_text(b).c_str()));
+  }
+  if (released) b.arriving.join(*released);
+  b.pending -= arrivals;
+  mbarrier_settle(m, b);
+}
+
+void mbarrier_expect(Mbarrier& b, int64_t bytes) {
+  b.tx += bytes;
+  if (b.tx > kMbarrierMaxTx || b.tx < -kMbarrierMaxTx) {
+    fail(ErrorKind::MemoryFault, format("transaction count overflows its 20 bits: %s", mbarrier_text(b).c_str()));
+  }
+}
+
+void mbarrier_complete_tx(Machine& m, Mbarrier& b, int64_t bytes, const Clock* released) {
+  if (released) b.arriving.join(*released);
+  mbarrier_expect(b, -bytes);
+  mbarrier_settle(m, b);
+}
+
+}  // namespace megagen::emulator

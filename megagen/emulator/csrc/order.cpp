@@ -1,0 +1,195 @@
+// What threads know of each other: acquire, release, fences and barriers on vector clocks.
+// Source: PTX ISA, "Memory Consistency Model": release and acquire patterns, causality order, proxy-preserved order.
+#include <algorithm>
+
+#include "machine.hpp"
+
+namespace megagen::emulator {
+
+Accessor Exec::accessor(int lane, uint32_t flags) const {
+  w.dirty = true;
+  Accessor a;
+  a.agent = w.agent;
+  a.lane = lane;
+  a.count = w.count;
+  a.program_order_from = w.first_count;
+  a.flags = flags | kValid;
+  a.line = m.current->line;
+  a.clock = &clock_of(lane);
+  return a;
+}
+
+Accessor Exec::accessor(int lane, Order order, Scope scope, bool atomic) const {
+  uint32_t flags = 0;
+  if (atomic || order != Order::Weak) {
+    const Scope s = order == Order::Volatile || order == Order::Mmio ? Scope::Sys : scope;
+    flags = kStrong | static_cast<uint32_t>(s) << kScopeShift;
+  }
+  return accessor(lane, flags);
+}
+
+const Clock& Exec::clock_of(int lane) const {
+  for (const LaneClock& g : w.clocks) {
+    if (g.lanes >> lane & 1) return g.clock;
+  }
+  return w.clocks.front().clock;
+}
+
+Clock Exec::publish(Mask lanes) const {
+  Clock out;
+  bool first = true;
+  for (const LaneClock& g : w.clocks) {
+    if (!(g.lanes & lanes)) continue;
+    if (first) {
+      out = g.clock;
+      first = false;
+    } else {
+      out.join(g.clock);
+    }
+  }
+  const uint32_t done = w.dirty ? w.count : w.count - 1;
+  out.before.learn(w.agent, lanes, done);
+  for (int proxy = 0; proxy < 2; ++proxy) {
+    const uint32_t* fenced = w.fenced[proxy];
+    for (Mask rest = lanes; rest;) {
+      const uint32_t value = fenced[__builtin_ctz(rest)];
+      Mask equal = 0;
+      for (Mask look = rest; look; look &= look - 1) {
+        const int l = __builtin_ctz(look);
+        if (fenced[l] == value) equal |= 1u << l;
+      }
+      out.fenced[proxy].learn(w.agent, equal, value);
+      rest &= ~equal;
+    }
+  }
+  return out;
+}
+
+void Exec::tick() const {
+  if (!w.dirty) return;
+  ++w.count;
+  w.dirty = false;
+}
+
+void Exec::acquire(Mask lanes, const Clock& clock) const {
+  for (size_t k = 0, n = w.clocks.size(); k < n; ++k) {
+    const Mask inside = w.clocks[k].lanes & lanes;
+    if (!inside) continue;
+    Clock joined = w.clocks[k].clock;
+    joined.join(clock);
+    if (joined.same(w.clocks[k].clock)) continue;
+    w.synced = 0;
+    if (inside == w.clocks[k].lanes) {
+      w.clocks[k].clock = std::move(joined);
+    } else {
+      w.clocks[k].lanes &= ~inside;
+      w.clocks.push_back({inside, std::move(joined)});
+    }
+  }
+}
+
+void Exec::warp_barrier(Mask lanes) const {
+  if (w.clocks.size() == 1 && !w.dirty && w.synced == w.count && lanes == w.live) return;
+  Clock joined = publish(lanes);
+  for (size_t k = 0; k < w.clocks.size();) {
+    w.clocks[k].lanes &= ~lanes;
+    if (w.clocks[k].lanes) {
+      ++k;
+    } else {
+      w.clocks[k] = std::move(w.clocks.back());
+      w.clocks.pop_back();
+    }
+  }
+  w.clocks.push_back({lanes, std::move(joined)});
+  tick();
+  if (lanes == w.live) w.synced = w.count;
+}
+
+namespace {
+
+bool includes(const Machine& m, const SyncVariable::Release& r, Agent agent, Scope scope) {
+  return m.history.mutual(r.agent, r.scope, agent, scope);
+}
+
+void add_release(SyncVariable& v, Scope scope, Agent agent, const Clock& clock) {
+  for (auto& r : v.releases) {
+    if (r.agent == agent && r.scope == scope) {
+      r.clock.join(clock);
+      return;
+    }
+  }
+  v.releases.push_back({scope, agent, clock});
+}
+
+}  // namespace
+
+/// A strong write to `variable`. `replaces`: a plain store, which ends older release sequences; a read-modify-write
+/// continues them. A relaxed write after a fence releases what came before the fence.
+void Exec::release_to(SyncVariable& variable, int lane, Scope scope, bool replaces, bool release) const {
+  if (replaces) variable.releases.clear();
+  if (release) {
+    add_release(variable, scope, w.agent, publish(1u << lane));
+  } else if (!w.fences.empty() && w.fences[static_cast<size_t>(lane)].set) {
+    const auto& fence = w.fences[static_cast<size_t>(lane)];
+    add_release(variable, std::min(scope, fence.scope), w.agent, fence.clock);
+  }
+}
+
+void Exec::acquire_from(const SyncVariable& variable, int lane, Scope scope, bool acquires) const {
+  for (const auto& r : variable.releases) {
+    if (!includes(m, r, w.agent, scope)) continue;
+    if (acquires) {
+      acquire(1u << lane, r.clock);
+    } else {
+      if (w.fences.empty()) w.fences.resize(kLanes);
+      add_release(w.fences[static_cast<size_t>(lane)].acquired, r.scope, r.agent, r.clock);
+    }
+  }
+}
+
+void Exec::fence(Scope scope) const {
+  if (w.fences.empty()) w.fences.resize(kLanes);
+  for (Mask rest = mask; rest; rest &= rest - 1) {
+    const int l = __builtin_ctz(rest);
+    auto& f = w.fences[static_cast<size_t>(l)];
+    for (const auto& r : f.acquired.releases) {
+      if (includes(m, r, w.agent, scope)) acquire(1u << l, r.clock);
+    }
+    f.acquired.releases.clear();
+  }
+  for (Mask rest = mask; rest; rest &= rest - 1) {
+    const int l = __builtin_ctz(rest);
+    auto& f = w.fences[static_cast<size_t>(l)];
+    f.clock = publish(1u << l);
+    f.set = true;
+    f.scope = scope;
+  }
+  tick();
+}
+
+void Exec::proxy_fence(bool shared, bool global) const {
+  const uint32_t done = w.dirty ? w.count : w.count - 1;
+  w.synced = 0;
+  for (size_t k = 0, n = w.clocks.size(); k < n; ++k) {
+    const Mask inside = w.clocks[k].lanes & mask;
+    if (!inside) continue;
+    Clock c = w.clocks[k].clock;
+    if (shared) c.fenced[kSharedProxy].join(c.before);
+    if (global) c.fenced[kGlobalProxy].join(c.before);
+    if (c.same(w.clocks[k].clock)) continue;
+    if (inside == w.clocks[k].lanes) {
+      w.clocks[k].clock = std::move(c);
+    } else {
+      w.clocks[k].lanes &= ~inside;
+      w.clocks.push_back({inside, std::move(c)});
+    }
+  }
+  for (Mask rest = mask; rest; rest &= rest - 1) {
+    const int l = __builtin_ctz(rest);
+    if (shared) w.fenced[kSharedProxy][l] = done;
+    if (global) w.fenced[kGlobalProxy][l] = done;
+  }
+  tick();
+}
+
+}  // namespace megagen::emulator

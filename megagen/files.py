@@ -1,0 +1,31 @@
+"""Where the templates are, and how files are written."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def templates_dir() -> Path:
+    """The templates: inside the package when installed, beside it in a source tree."""
+    package = Path(__file__).parent
+    installed = package / "templates"
+    return installed if installed.is_dir() else package.parent / "templates"
+
+
+def write_atomically(path: Path, contents: bytes) -> None:
+    """Write a file aside and rename it, so that no reader and no interruption ever sees a part of it.
+
+    What an interruption can leave behind is a file named ``<name>.<random>.tmp`` in the same folder. OSError
+    as for any write.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

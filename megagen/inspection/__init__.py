@@ -1,0 +1,1 @@
+"""What a plan, a source or a compiled kernel is made of: resources, shared-memory map, instruction mix."""

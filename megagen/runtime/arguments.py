@@ -1,0 +1,140 @@
+"""The arguments of a layer call: what the host can see is checked here, before any launch."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from megagen.contract import SF_BLOCK, Contract
+from megagen.errors import InputError
+
+ROW_ALIGN = 16  # bytes; rows are read 16 bytes at a time
+
+
+class ArgumentCheck:
+    """Checks the arguments of calls against one contract on one device.
+
+    The checks are flat comparisons, since they are a part of every call's host time; what is wrong is put
+    into words only once something is.
+    """
+
+    def __init__(self, contract: Contract, device: torch.device) -> None:
+        self._hidden, self._top_k = contract.shape.hidden, contract.shape.top_k
+        self._max_tokens = contract.max_tokens
+        self._device = device
+
+    def tokens(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> int:
+        """T of a call.
+
+        Raises:
+            InputError: names the argument that does not fit.
+        """
+        device = self._device
+        shape = x.shape
+        if (
+            len(shape) != 2
+            or shape[1] != self._hidden
+            or x.dtype is not (torch.bfloat16 if x_sf is None else torch.float8_e4m3fn)
+            or x.device != device
+        ):
+            self._explain_x(x, x_sf)
+        tokens = shape[0]
+        if tokens > self._max_tokens:
+            raise InputError(
+                f"x has {tokens} tokens, the buffer holds max_tokens={self._max_tokens}; split the batch or "
+                "make a larger buffer"
+            )
+        if tokens and (x.stride(1) != 1 or self.row_bytes(x, tokens) % ROW_ALIGN or x.data_ptr() % ROW_ALIGN):
+            raise InputError(
+                f"x has strides {x.stride()} and starts at {x.data_ptr():#x}; rows must be contiguous and "
+                f"start at multiples of {ROW_ALIGN} bytes: give x.contiguous()"
+            )
+        pairs = (tokens, self._top_k)
+        if (
+            topk_ids.shape != pairs
+            or (topk_ids.dtype is not torch.int32 and topk_ids.dtype is not torch.int64)
+            or topk_ids.device != device
+            or not topk_ids.is_contiguous()
+        ):
+            self._explain("topk_ids", topk_ids, pairs, (torch.int32, torch.int64))
+        if (
+            topk_weights.shape != pairs
+            or (topk_weights.dtype is not torch.float32 and topk_weights.dtype is not torch.bfloat16)
+            or topk_weights.device != device
+            or not topk_weights.is_contiguous()
+        ):
+            self._explain("topk_weights", topk_weights, pairs, (torch.float32, torch.bfloat16))
+        if x_sf is not None:
+            groups = (tokens, self._hidden // SF_BLOCK)
+            if (
+                x_sf.shape != groups
+                or x_sf.dtype is not torch.float32
+                or x_sf.device != device
+                or not x_sf.is_contiguous()
+            ):
+                self._explain("x's scale factors", x_sf, groups, (torch.float32,))
+        return tokens
+
+    def output(self, out: torch.Tensor, tokens: int) -> None:
+        """InputError unless ``out`` can take the result."""
+        shape = (tokens, self._hidden)
+        if (
+            out.shape != shape
+            or out.dtype is not torch.bfloat16
+            or out.device != self._device
+            or not out.is_contiguous()
+            or out.data_ptr() % ROW_ALIGN
+        ):
+            self._explain("out", out, shape, (torch.bfloat16,))
+
+    def count(self, num_tokens: int | torch.Tensor, tokens: int) -> tuple[int, int]:
+        """(num_tokens, address of a device count or 0) as kernels take them.
+
+        Raises:
+            InputError: a number above the rows of x, or a tensor that is no int32 on the device.
+        """
+        if isinstance(num_tokens, torch.Tensor):
+            if num_tokens.numel() != 1 or num_tokens.dtype is not torch.int32:
+                self._explain("num_tokens", num_tokens, (1,), (torch.int32,))
+            if num_tokens.device != self._device:
+                self._explain("num_tokens", num_tokens, tuple(num_tokens.shape), (torch.int32,))
+            return tokens, num_tokens.data_ptr()
+        if not 0 <= num_tokens <= tokens:
+            raise InputError(f"num_tokens={num_tokens} is not within 0 and the {tokens} rows of x")
+        return int(num_tokens), 0
+
+    @staticmethod
+    def row_bytes(x: torch.Tensor, tokens: int) -> int:
+        """Bytes from one row to the next; of a single row, whatever its stride says, it is not used."""
+        return x.stride(0) * x.element_size() if tokens > 1 else 0
+
+    def _explain_x(self, x: torch.Tensor, x_sf: torch.Tensor | None) -> NoReturn:
+        if x_sf is None and x.dtype is torch.float8_e4m3fn:
+            raise InputError(f"x has dtype {x.dtype} but no scale factors; give x=(values, scale factors)")
+        dtype = torch.bfloat16 if x_sf is None else torch.float8_e4m3fn
+        self._explain("x", x, ("T", self._hidden), (dtype,))
+
+    def _explain(
+        self, name: str, tensor: torch.Tensor, shape: tuple[int | str, ...], dtypes: tuple[torch.dtype, ...]
+    ) -> NoReturn:
+        """Say in what a tensor differs from what is wanted."""
+        wanted = f"[{', '.join(map(str, shape))}]"
+        if tensor.device != self._device:
+            raise InputError(f"{name} is on {tensor.device}, the layer on {self._device}; move it there")
+        if tensor.dtype not in dtypes:
+            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            given = str(tensor.dtype).removeprefix("torch.")
+            raise InputError(f"{name} has dtype {given}; convert it to {allowed}")
+        if tuple(tensor.shape) != shape and not (shape[0] == "T" and tuple(tensor.shape[1:]) == shape[1:]):
+            raise InputError(f"{name} has shape {list(tensor.shape)}; this layer needs {wanted}")
+        raise InputError(
+            f"{name} {wanted} has strides {tensor.stride()} and starts at {tensor.data_ptr():#x}; it must be "
+            f"contiguous and start at a multiple of {ROW_ALIGN} bytes: give {name}.contiguous()"
+        )

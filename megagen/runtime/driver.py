@@ -1,0 +1,134 @@
+"""The CUDA driver through cuda-python: what GPU there is, and kernels loaded on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from megagen.arch import Arch
+from megagen.compiler import CompiledKernel
+from megagen.errors import DeviceError
+
+MIN_DRIVER = 13000
+"""Oldest driver that loads what NVRTC 13 makes, as ``cuDriverGetVersion`` counts: CUDA 13.0, branch 580."""
+
+
+@cache
+def bindings() -> Any:
+    """cuda-python's driver module; imported late, since checks come first."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DeviceError(f"cuda-python is missing ({error}); `pip install cuda-bindings`") from error
+    return driver
+
+
+def call(function: str, *arguments: Any) -> Any:
+    """Result of a driver function, such as ``call("cuInit", 0)``.
+
+    Raises:
+        DeviceError: there is no driver, or the call failed.
+    """
+    try:
+        status, *result = getattr(bindings(), function)(*arguments)
+    except (RuntimeError, OSError) as error:
+        raise DeviceError(f"no CUDA driver ({error}); install one of branch 580 or newer") from error
+    expect_success(function, status)
+    return result[0] if len(result) == 1 else tuple(result) or None
+
+
+def expect_success(function: str, status: Any) -> None:
+    """DeviceError that names the driver function and its error, unless it succeeded."""
+    if int(status):
+        raise DeviceError(f"{function} failed: {status.name}")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that kernels exist for; ``index`` is torch's."""
+
+    index: int
+    name: str
+    arch: Arch
+    sms: int
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
+
+
+def require_gpu(device: torch.device | str | int | None = None) -> Gpu:
+    """The GPU of a torch device (default: the current one), with a CUDA context on it.
+
+    Raises:
+        DeviceError: no GPU or driver, a driver that is too old, or a GPU that no kernel exists for.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "no GPU: torch.cuda.is_available() is False; run on a machine with an NVIDIA GPU, its driver "
+            "and a CUDA build of torch (`megagen doctor` says what is missing)"
+        )
+    check_driver(call("cuDriverGetVersion"))
+    index = torch.cuda.current_device() if device is None else _index_of(device)
+    properties = torch.cuda.get_device_properties(index)
+    arch = Arch.of_capability(properties.major, properties.minor)
+    torch.empty(0, device=f"cuda:{index}")  # makes the context
+    return Gpu(index, properties.name, arch, properties.multi_processor_count)
+
+
+def check_driver(version: int) -> None:
+    """DeviceError if the driver (as ``cuDriverGetVersion`` counts) can't load what NVRTC 13 makes."""
+    if version < MIN_DRIVER:
+        raise DeviceError(
+            f"the driver supports CUDA {version // 1000}.{version % 1000 // 10}, kernels need "
+            f"{MIN_DRIVER // 1000}.{MIN_DRIVER % 1000 // 10}; install driver branch 580 or newer"
+        )
+
+
+def _index_of(device: torch.device | str | int) -> int:
+    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if chosen.type != "cuda":
+        raise DeviceError(f"device={device!r} is no GPU; give cuda or cuda:N")
+    return torch.cuda.current_device() if chosen.index is None else chosen.index
+
+
+def make_current(gpu: Gpu) -> None:
+    """Make the GPU's context, the one that torch uses, current in this thread."""
+    call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", gpu.index)))
+
+
+def load_kernel(kernel: CompiledKernel, gpu: Gpu, *, threads: int, shared_bytes: int = 0) -> Any:
+    """The kernel as a driver function, loaded at most once per GPU, and ready to launch.
+
+    Args:
+        threads: per CTA, as it will be launched.
+        shared_bytes: dynamic shared memory per CTA.
+
+    Raises:
+        DeviceError: it is for another GPU, or not even one CTA fits on an SM.
+    """
+    if kernel.arch != gpu.arch.compile_target:
+        raise DeviceError(
+            f"{kernel.name} is compiled for {kernel.arch}, but {gpu.name} needs {gpu.arch.compile_target}; "
+            f"generate it with --arch {gpu.arch.name}"
+        )
+    return _load(kernel.cubin, kernel.entry, kernel.name, gpu, threads, shared_bytes)
+
+
+@cache
+def _load(cubin: bytes, entry: str, name: str, gpu: Gpu, threads: int, shared_bytes: int) -> Any:
+    make_current(gpu)
+    function = call("cuModuleGetFunction", call("cuModuleLoadData", cubin), entry.encode())
+    # With lazy loading the first launch would load the code, which may wait for kernels that wait for it.
+    call("cuFuncLoad", function)
+    attribute = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    call("cuFuncSetAttribute", function, attribute, shared_bytes)
+    if call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared_bytes) < 1:
+        raise DeviceError(
+            f"{name}: no CTA of {threads} threads with {shared_bytes} bytes of shared memory fits on an SM "
+            f"of {gpu.name}"
+        )
+    return function

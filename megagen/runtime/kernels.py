@@ -1,0 +1,99 @@
+"""Where a layer's kernels come from: compiled here and cached, or built ahead of time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from megagen.aot import AotFolder, load_folder
+from megagen.arch import Arch
+from megagen.companion import quantize_name
+from megagen.compiler import CompiledKernel
+from megagen.contract import Contract
+from megagen.errors import CacheError, PlanError
+from megagen.planning import KernelPlan, PlanSet, plan_set
+
+KERNELS_VARIABLE = "MEGAGEN_KERNELS"
+
+
+class KernelBundle(NamedTuple):
+    """The compiled kernels of a layer: one per plan, and the companion."""
+
+    plans: PlanSet
+    kernels: tuple[CompiledKernel, ...]
+    quantize: CompiledKernel
+
+
+def bundle_kernels(
+    contract: Contract,
+    arch: Arch,
+    *,
+    sms: int,
+    plan: KernelPlan | None = None,
+    directory: str | Path | None = None,
+    jit: bool | None = None,
+) -> KernelBundle:
+    """The kernels for all token buckets of a contract.
+
+    Args:
+        sms: SMs to plan for.
+        plan: use this one for every token count.
+        directory: folder of kernels built ahead of time; default: ``MEGAGEN_KERNELS``.
+        jit: whether to compile what is not there; default: only if there is no folder.
+
+    Raises:
+        CacheError: a kernel is missing from the folder, or the cache can't be written.
+        CompileError, DeviceError: the kernel does not compile, or NVRTC can't be loaded.
+        PlanError: no plan exists, or ``plan`` is for another contract or architecture.
+    """
+    if plan is not None:
+        check_forced_plan(plan, contract, arch)
+    directory = directory or os.environ.get(KERNELS_VARIABLE) or None
+    if directory is None:
+        if jit is False:
+            raise CacheError(f"jit=False, but no folder of kernels: give kernels=DIR or {KERNELS_VARIABLE}")
+        return _compile(_planned(contract, arch, sms, plan), contract, arch)
+    try:
+        return _load(load_folder(directory), contract, arch, plan)
+    except CacheError:
+        if not jit:
+            raise
+    return _compile(_planned(contract, arch, sms, plan), contract, arch)
+
+
+def check_forced_plan(plan: KernelPlan, contract: Contract, arch: Arch) -> None:
+    """PlanError unless the plan is for this contract and architecture."""
+    if plan.arch != arch.name:
+        raise PlanError(f"plan={plan.name}: it is for {plan.arch}, the GPU is {arch.name}; plan for it again")
+    if plan.contract != contract:
+        raise PlanError(
+            f"plan={plan.name}: its contract is {plan.contract}, the layer's is {contract}; make the plan "
+            "for the layer's shape, ranks, max_tokens and options"
+        )
+
+
+def _planned(contract: Contract, arch: Arch, sms: int, plan: KernelPlan | None) -> PlanSet:
+    if plan is None:
+        return plan_set(contract, arch.name, sms=sms)
+    return PlanSet((contract.max_tokens,), (plan,))
+
+
+def _compile(plans: PlanSet, contract: Contract, arch: Arch) -> KernelBundle:
+    from megagen.cache import default_cache  # here, since kernels built ahead of time need neither
+    from megagen.render import render, render_quantize
+
+    cache, target = default_cache(), arch.compile_target
+    kernels = tuple(
+        cache.load_or_compile(render(plan), target, name=f"{plan.name}.cu") for plan in plans.plans
+    )
+    name = quantize_name(contract)
+    quantize = cache.load_or_compile(render_quantize(contract), target, name=f"{name}.cu")
+    return KernelBundle(plans, kernels, quantize)
+
+
+def _load(folder: AotFolder, contract: Contract, arch: Arch, plan: KernelPlan | None) -> KernelBundle:
+    built = folder.plan_set(contract, arch.name)
+    plans = built if plan is None else PlanSet((contract.max_tokens,), (plan,))
+    kernels = tuple(folder.load(one.name) for one in plans.plans)
+    return KernelBundle(plans, kernels, folder.load(f"helpers/{quantize_name(contract)}"))

@@ -1,0 +1,185 @@
+"""Launches of the layer's kernel and of its companion, with everything prepared that can be.
+
+A launch writes the few words that change into a parameter struct made beforehand and calls the driver.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megagen.companion import QUANTIZE_FIELDS, THREADS, quantize_ctas
+from megagen.compiler import CompiledKernel
+from megagen.errors import DeviceError
+from megagen.planning import KernelPlan
+from megagen.protocol import TRACE_CAPACITY, Field, params_fields
+from megagen.runtime.driver import Gpu, bindings, expect_success, load_kernel, make_current
+from megagen.runtime.params import ParamStruct
+from megagen.runtime.symmetric import SymmBuffer
+
+
+class Launcher:
+    """A loaded kernel with its launch configuration and its parameters."""
+
+    def __init__(
+        self,
+        kernel: CompiledKernel,
+        fields: tuple[Field, ...],
+        gpu: Gpu,
+        *,
+        threads: int,
+        ctas: int = 1,
+        cluster: int = 1,
+        shared_bytes: int = 0,
+        cooperative: bool = False,
+    ) -> None:
+        self.name = kernel.name
+        self._gpu = gpu
+        self._function = load_kernel(kernel, gpu, threads=threads, shared_bytes=shared_bytes)
+        self.params = ParamStruct(fields)
+        self.config = _configuration(ctas, threads, shared_bytes, cluster, cooperative)
+        self._stream = 0
+        self._launch = bindings().cuLaunchKernelEx
+
+    def launch(self, stream: int) -> None:
+        """Queue the kernel, with the parameters as they are now, on a stream (the driver's handle).
+
+        Raises:
+            DeviceError: the driver refuses the launch.
+        """
+        if stream != self._stream:
+            self.config.hStream = bindings().CUstream(stream)
+            self._stream = stream
+        (status,) = self._launch(self.config, self._function, self.params.pointers, 0)
+        if status:
+            self._retry(status)
+
+    def _retry(self, status: Any) -> None:
+        """A thread that has not used the GPU yet has no context; anything else is an error."""
+        errors = bindings().CUresult
+        if status == errors.CUDA_ERROR_INVALID_CONTEXT:
+            make_current(self._gpu)
+            (status,) = self._launch(self.config, self._function, self.params.pointers, 0)
+        if status == errors.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE:
+            raise DeviceError(
+                f"{self.name}: {self.config.gridDimX} CTAs can't run at once on {self._gpu.name} as this "
+                "process sees it; lower num_sms"
+            )
+        expect_success(f"launch of {self.name}", status)
+
+
+class MoELauncher(Launcher):
+    """The kernel of one plan on one buffer."""
+
+    def __init__(
+        self, plan: KernelPlan, kernel: CompiledKernel, buffer: SymmBuffer, *, sms: int, timeout_s: float
+    ) -> None:
+        buffer.require_room(plan)
+        super().__init__(
+            kernel,
+            params_fields(plan.contract.ranks, plan.trace),
+            buffer.gpu,
+            threads=plan.threads,
+            ctas=sms // getattr(plan, "cluster", 1) * getattr(plan, "cluster", 1),
+            cluster=getattr(plan, "cluster", 1),
+            shared_bytes=plan.smem.size,
+            cooperative=True,
+        )
+        self.plan = plan
+        self.trace = self._trace_buffer(sms) if plan.trace else None
+        self.params.set("symm", buffer.symm_address)
+        self.params.set("local", buffer.local_address)
+        self.params.set("status", buffer.status.address)
+        self.params.set("timeout_ns", round(timeout_s * 1e9))
+        self.params.set("rank", buffer.peers.rank)
+        self.params.set("offsets", buffer.offsets)
+        word = self.params.word
+        self._output, self._count_pointer, self._count = (
+            word[name] for name in ("output", "num_tokens_ptr", "num_tokens")
+        )
+
+    def _trace_buffer(self, sms: int) -> torch.Tensor:
+        """int32 [SMs, warps, TRACE_CAPACITY, 4], what a traced kernel writes of its last launch."""
+        shape = (sms, self.plan.threads // 32, TRACE_CAPACITY, 4)
+        records = torch.zeros(shape, dtype=torch.int32, device=self._gpu.device)
+        self.params.set("trace", records.data_ptr())
+        return records
+
+    def set_weights(self, addresses: dict[str, int]) -> None:
+        """Addresses of ``w13``, ``w13_sf``, ``w2`` and ``w2_sf``."""
+        for name, address in addresses.items():
+            self.params.set(name, address)
+
+    def __call__(self, output: int, tokens: int, count_pointer: int, stream: int) -> None:
+        u64 = self.params.u64
+        u64[self._output] = output
+        u64[self._count_pointer] = count_pointer
+        self.params.u32[self._count] = tokens
+        self.launch(stream)
+
+
+class QuantizeLauncher(Launcher):
+    """The companion kernel on one buffer."""
+
+    def __init__(self, kernel: CompiledKernel, buffer: SymmBuffer) -> None:
+        super().__init__(kernel, QUANTIZE_FIELDS, buffer.gpu, threads=THREADS)
+        self._hidden, self._sms = buffer.contract.shape.hidden, buffer.gpu.sms
+        self._ctas = 1
+        self.params.set("symm", buffer.symm_address)
+        word = self.params.word
+        self._x, self._x_sf, self._row_bytes, self._ids, self._weights, self._count_pointer = (
+            word[name] for name in ("x", "x_sf", "row_bytes", "topk_ids", "topk_weights", "num_tokens_ptr")
+        )
+        self._count, self._wide_ids, self._bf16_weights = (
+            word[name] for name in ("num_tokens", "ids_are_int64", "weights_are_bf16")
+        )
+
+    def __call__(
+        self,
+        x: int,
+        x_sf: int,
+        row_bytes: int,
+        topk_ids: int,
+        topk_weights: int,
+        *,
+        wide_ids: bool,
+        bf16_weights: bool,
+        tokens: int,
+        count_pointer: int,
+        stream: int,
+    ) -> None:
+        u64, u32 = self.params.u64, self.params.u32
+        u64[self._x] = x
+        u64[self._x_sf] = x_sf
+        u64[self._row_bytes] = row_bytes
+        u64[self._ids] = topk_ids
+        u64[self._weights] = topk_weights
+        u64[self._count_pointer] = count_pointer
+        u32[self._count] = tokens
+        u32[self._wide_ids] = wide_ids
+        u32[self._bf16_weights] = bf16_weights
+        ctas = quantize_ctas(self._hidden, tokens, self._sms)
+        if ctas != self._ctas:
+            self.config.gridDimX = self._ctas = ctas
+        self.launch(stream)
+
+
+def _configuration(ctas: int, threads: int, shared_bytes: int, cluster: int, cooperative: bool) -> Any:
+    driver = bindings()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    attributes = []
+    if cooperative:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attributes[-1].value.cooperative = 1
+    if cluster > 1:
+        attributes.append(driver.CUlaunchAttribute())
+        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        size = attributes[-1].value.clusterDim
+        size.x, size.y, size.z = cluster, 1, 1
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
