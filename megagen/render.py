@@ -82,8 +82,6 @@ def render(plan: KernelPlan) -> str:
             math_threads=MATH_WARPS * 32,
             constants=constants(plan),
             params=params_fields(contract.ranks, plan.trace),
-            lead=plan.lead,
-            cluster=plan.cluster,
             tracing=plan.trace,
             status=STATUS_FIELDS,
         )
@@ -170,8 +168,8 @@ def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
                 Constant("BLOCK_N", str(BLOCK_N), "weight rows of a tile"),
                 Constant("BLOCK_K", str(BLOCK_K), "bytes of K per stage"),
                 Constant("WGMMA_K", "32", "K of one E4M3 WGMMA"),
-                Constant("DESCRIPTOR_K_STEP", "2", "32 bytes further in K, in 16-byte units of a descriptor", "u64"),
-                Constant("DESCRIPTOR_HALF", str(half_rows * BLOCK_K // 16), f"the second half, {half_rows} rows further", "u64"),
+                Constant("DESCRIPTOR_K_STEP", "2", "32 bytes further in K, in 16-byte units of a descriptor"),
+                Constant("DESCRIPTOR_HALF", str(half_rows * BLOCK_K // 16), f"the second half, {half_rows} rows further"),
                 Constant("STAGES", str(plan.stages)),
                 Constant("WEIGHT_STAGE_BYTES", str(plan.weight_stage_bytes)),
                 Constant("TOKEN_TILE_BYTES", str(plan.token_tile_bytes), "token rows of a K block and their scale factors"),
@@ -183,7 +181,6 @@ def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
                 Constant("L2_N_TILES", str(weights.n_tiles2)),
                 Constant("L2_ARRIVALS", str(plan.l2_arrivals), "arrivals that make a block's intermediate rows complete"),
                 Constant("EXPERTS_PER_WAVE", str(plan.experts_per_wave)),
-                *((Constant("LEAD", str(plan.lead), "K blocks that math warpgroup 0 is ahead of warpgroup 1"),) if plan.lead else ()),
                 Constant("PULL_BYTES", str(plan.pull_bytes), "piece of a token row pulled at a time"),
                 *(
                     (Constant("PULL_PIECES", str(shape.hidden // plan.pull_bytes)),)
@@ -236,6 +233,7 @@ def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
                 Constant("LAUNCH_ARRIVED", "4", "and 5: SMs that have reached barrier 1, barrier 2"),
                 Constant("CTA_FLAG_STOPPED", "0", "words of cta_flags: the token loader or a barrier gave up"),
                 Constant("CTA_FLAG_LAST", "1", "this SM arrived last at barrier 1"),
+                Constant("CTA_FLAG_STUCK", "2", "role, awaited and index of a phase that never completed, 0 if none"),
                 *(Constant(f"ROLE_{role.name}", str(int(role))) for role in RoleId if role != RoleId.LOAD_WEIGHTS),
                 *(Constant(f"AWAITED_{a.name}", str(int(a))) for a in Awaited),
                 *(_trace_constants() if plan.trace else ()),

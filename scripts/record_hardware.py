@@ -26,11 +26,12 @@ from cuda.bindings import driver, nvrtc
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "emulator"))
 from hw import corpus, records
-from hw.cases import Case, Output, TensorMapSpec
+from hw.cases import STATUS, Case, Output, TensorMapSpec
 from hw.tensor_copy_cases import acceptance_specs
 
 ARCHITECTURE = "sm_90a"
 SIZE_LIMIT = 4 << 20
+FAULT = "CUDA_ERROR_ILLEGAL_INSTRUCTION"  # what a copy with impossible operands gives
 TIMEOUT_S = 30  # for one case, the start of its worker included
 
 
@@ -246,6 +247,10 @@ def record_group(group: str, cases: list[Case], cubins: dict, meta: dict) -> boo
             outputs[case.name] = [records.condense(case, value) for value in first]
             checksums[case.name] = records.checksum(case)
         except CaseError as error:
+            if case.keep == STATUS and FAULT in str(error):
+                outputs[case.name] = [np.ones(1, np.uint32)]
+                checksums[case.name] = records.checksum(case)
+                continue
             failed += 1
             print(f"  FAILED {case.name}: {error}", flush=True)
     worker.close()

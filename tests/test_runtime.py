@@ -3,7 +3,10 @@
 import ctypes
 import dataclasses
 import struct
+import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +14,13 @@ import torch
 
 from megagen import companion, errors
 from megagen.arch import Arch
+from megagen.compiler import CompiledKernel
 from megagen.contract import Contract
-from megagen.planning import make_plan
+from megagen.planning import PlanSet, make_plan
 from megagen.protocol import STATUS_FIELDS, Awaited, RoleId, params_fields, struct_offsets
 from megagen.runtime import driver, kernels, launch, layer, local, symmetric
 from megagen.runtime.arguments import ArgumentCheck
+from megagen.runtime.kernels import KernelBundle
 from megagen.runtime.layer import MegaMoE
 from megagen.runtime.params import ParamStruct
 from megagen.runtime.patience import wait_for_streams
@@ -331,8 +336,6 @@ def test_old_driver_is_named() -> None:
 
 
 def test_planning_and_rendering_do_not_import_torch() -> None:
-    import subprocess
-
     code = "import megagen, megagen.render, megagen.planning, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -379,13 +382,24 @@ class FakeDriver:
         return (self._real.CUresult.CUDA_SUCCESS,)
 
 
+def fake_kernel(name: str) -> CompiledKernel:
+    resources = dict.fromkeys(("registers", "stack", "spill_stores", "spill_loads", "static_shared"), 0)
+    return CompiledKernel(
+        name, "sm_90a", "entry", b"", "", "", nvrtc="", options=(), compile_ms=0.0, **resources
+    )
+
+
+def fake_compile(plans: PlanSet, contract: Contract, arch: Arch) -> KernelBundle:
+    return KernelBundle(plans, tuple(fake_kernel(plan.name) for plan in plans.plans), fake_kernel("quantize"))
+
+
 class FakeProgress:
-    def __init__(self, launches: torch.Tensor, abort: torch.Tensor) -> None:
+    def __init__(self, launches: torch.Tensor, abort: torch.Tensor, stream: FakeStream) -> None:
         self.launches, self.aborted_by = lambda: int(launches), lambda: int(abort)
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> FakeDriver:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     driver_module = FakeDriver()
     driver_module.ranks = 1
 
@@ -395,9 +409,12 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFacto
     for module in (driver, launch):
         monkeypatch.setattr(module, "bindings", lambda: driver_module)
     for module in (symmetric, local):
+        monkeypatch.setattr(module, "private_stream", lambda *_: FakeStream(0))
         monkeypatch.setattr(module, "require_gpu", lambda device: FakeGpu(0, "fake", Arch.get("sm90"), 132))
     monkeypatch.setattr(symmetric, "Progress", FakeProgress)
-    for name in ("current_stream", "default_stream", "Stream", "ExternalStream"):
+    monkeypatch.setattr(kernels, "_compile", fake_compile)
+    monkeypatch.delenv(kernels.KERNELS_VARIABLE, raising=False)
+    for name in ("current_stream", "default_stream", "ExternalStream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: FakeStream(0))
     driver._load.cache_clear()
     yield driver_module
@@ -593,12 +610,46 @@ def test_without_folder_and_compiler_there_is_no_kernel(monkeypatch: pytest.Monk
         kernels.bundle_kernels(CONTRACT, Arch.get("sm90"), sms=132, jit=False)
 
 
-def test_missing_folder_is_an_error_unless_jit(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_folder_is_an_error_unless_jit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAGEN_CACHE_DIR", str(tmp_path / "cache"))
     arguments = {"sms": 132, "directory": tmp_path / "nothing", "plan": make_plan(CONTRACT, block_m=16)}
     with pytest.raises(errors.CacheError, match="nothing"):
         kernels.bundle_kernels(CONTRACT, Arch.get("sm90"), **arguments)
     bundle = kernels.bundle_kernels(CONTRACT, Arch.get("sm90"), **arguments, jit=True)
     assert [plan.block_m for plan in bundle.plans.plans] == [16]
+
+
+BLOCK_COMPILER = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "jinja2" or name == "cuda.bindings.nvrtc":
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_kernels_built_ahead_of_time_need_neither_nvrtc_nor_jinja(tmp_path: Path) -> None:
+    from megagen.build import KernelSet, generate
+
+    plan = make_plan(CONTRACT, block_m=16)
+    generate(KernelSet(PlanSet((64,), (plan,)), None), tmp_path, compile=True)
+    load = f"""
+from megagen.arch import Arch
+from megagen.contract import Contract
+from megagen.runtime.kernels import bundle_kernels
+from megagen.runtime.layer import MegaMoE
+from megagen.shape import MoEShape
+
+contract = Contract(MoEShape.preset("tiny"), 1, 64)
+bundle = bundle_kernels(contract, Arch.get("sm90"), sms=132, directory={str(tmp_path)!r})
+print(bundle.plans.plans[0].hash, bundle.kernels[0].entry, bundle.quantize.entry)
+"""
+    ran = subprocess.run([sys.executable, "-c", BLOCK_COMPILER + load], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [plan.hash, "megamoe", "quantize_inputs"]
 
 
 def test_timeout_must_be_positive() -> None:

@@ -67,9 +67,7 @@ class KernelPlan:
 
     `block_m`: token rows of a tile. `operand_order`: ``tokens_on_m`` gives each math warpgroup 64 token rows of the tile,
     ``tokens_on_n`` (A and B swapped) gives it 128 weight rows. `stages`: depth of the load pipeline. `experts_per_wave`: experts whose L1
-    tiles precede their L2 tiles. `pull_bytes`: piece of a token row that a dispatch warp copies at a time. `lead`: K
-    blocks that math warpgroup 0 is ahead of warpgroup 1, so that their epilogues don't coincide. `cluster`: CTAs that share weight tiles by
-    multicast, 1 or 2. `trace`: the kernel records what each warp does.
+    tiles precede their L2 tiles. `pull_bytes`: piece of a token row that a dispatch warp copies at a time. `trace`: the kernel records what each warp does.
     """
 
     contract: Contract
@@ -81,8 +79,6 @@ class KernelPlan:
     pull_bytes: int
     roles: tuple[Role, ...]
     expected_tokens: int
-    lead: int = 0
-    cluster: int = 1
     trace: bool = False
     choices: tuple[Choice, ...] = field(default=(), compare=False)
 
@@ -183,8 +179,6 @@ class KernelPlan:
                 pull_bytes=values["pull_bytes"],
                 roles=tuple(Role(**role) for role in values["roles"]),
                 expected_tokens=values["expected_tokens"],
-                lead=values["lead"],
-                cluster=values["cluster"],
                 trace=values["trace"],
                 choices=tuple(Choice(**choice) for choice in values["choices"]),
             )
@@ -263,7 +257,6 @@ def cta_smem(contract: Contract, operand_order: OperandOrder, block_m: int, stag
         ("tile_full", "u64", (TILE_SLOTS,), 8),
         ("tile_empty", "u64", (TILE_SLOTS,), 8),
         ("pulled", "u64", (DISPATCH_WARPS,), 8),
-        ("lead", "u64", (1,), 8),
         ("cta_flags", "u32", (4,), 16),
         *((("trace_count", "u32", (12,), 16),) if trace else ()),
     )

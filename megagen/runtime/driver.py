@@ -16,6 +16,9 @@ MIN_DRIVER = 13000
 """Oldest driver that loads what NVRTC 13 makes, as ``cuDriverGetVersion`` counts: CUDA 13.0, branch 580."""
 
 
+_STREAM_BATCH = 16
+
+
 @cache
 def bindings() -> Any:
     """cuda-python's driver module; imported late, since checks come first."""
@@ -35,7 +38,7 @@ def call(function: str, *arguments: Any) -> Any:
     try:
         status, *result = getattr(bindings(), function)(*arguments)
     except (RuntimeError, OSError) as error:
-        raise DeviceError(f"no CUDA driver ({error}); install one of branch 580 or newer") from error
+        raise DeviceError(f"no GPU: no CUDA driver ({error}); install one of branch 580 or newer") from error
     expect_success(function, status)
     return result[0] if len(result) == 1 else tuple(result) or None
 
@@ -66,16 +69,16 @@ def require_gpu(device: torch.device | str | int | None = None) -> Gpu:
     Raises:
         DeviceError: no GPU or driver, a driver that is too old, or a GPU that no kernel exists for.
     """
+    check_driver(call("cuDriverGetVersion"))
     if not torch.cuda.is_available():
         raise DeviceError(
             "no GPU: torch.cuda.is_available() is False; run on a machine with an NVIDIA GPU, its driver "
             "and a CUDA build of torch (`megagen doctor` says what is missing)"
         )
-    check_driver(call("cuDriverGetVersion"))
     index = torch.cuda.current_device() if device is None else _index_of(device)
     properties = torch.cuda.get_device_properties(index)
     arch = Arch.of_capability(properties.major, properties.minor)
-    torch.empty(0, device=f"cuda:{index}")  # makes the context
+    torch.empty(1, device=f"cuda:{index}")  # makes the context
     return Gpu(index, properties.name, arch, properties.multi_processor_count)
 
 
@@ -98,6 +101,24 @@ def _index_of(device: torch.device | str | int) -> int:
 def make_current(gpu: Gpu) -> None:
     """Make the GPU's context, the one that torch uses, current in this thread."""
     call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", gpu.index)))
+
+
+def private_stream(gpu: Gpu, index: int) -> torch.cuda.Stream:
+    """Stream number ``index`` of those that this package has for itself on a GPU, always the same one.
+
+    They are made in batches: hardware queues are dealt out in the order of creation, and grids that wait for
+    each other must not share one.
+    """
+    return _stream_batch(gpu, index // _STREAM_BATCH)[index % _STREAM_BATCH]
+
+
+@cache
+def _stream_batch(gpu: Gpu, batch: int) -> tuple[torch.cuda.Stream, ...]:
+    with torch.cuda.device(gpu.index):
+        make_current(gpu)
+        flag = bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
+        handles = [int(call("cuStreamCreate", int(flag))) for _ in range(_STREAM_BATCH)]
+    return tuple(torch.cuda.ExternalStream(handle, device=gpu.device) for handle in handles)
 
 
 def load_kernel(kernel: CompiledKernel, gpu: Gpu, *, threads: int, shared_bytes: int = 0) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,13 +84,17 @@ def _compile(plans: PlanSet, contract: Contract, arch: Arch) -> KernelBundle:
     from megagen.cache import default_cache  # here, since kernels built ahead of time need neither
     from megagen.render import render, render_quantize
 
-    cache, target = default_cache(), arch.compile_target
-    kernels = tuple(
-        cache.load_or_compile(render(plan), target, name=f"{plan.name}.cu") for plan in plans.plans
-    )
-    name = quantize_name(contract)
-    quantize = cache.load_or_compile(render_quantize(contract), target, name=f"{name}.cu")
-    return KernelBundle(plans, kernels, quantize)
+    cache = default_cache()
+    sources = [(plan.name, render(plan)) for plan in plans.plans]
+    sources.append((quantize_name(contract), render_quantize(contract)))
+
+    def load(named: tuple[str, str]) -> CompiledKernel:
+        name, source = named
+        return cache.load_or_compile(source, arch.compile_target, name=f"{name}.cu")
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        *kernels, quantize = pool.map(load, sources)
+    return KernelBundle(plans, tuple(kernels), quantize)
 
 
 def _load(folder: AotFolder, contract: Contract, arch: Arch, plan: KernelPlan | None) -> KernelBundle:

@@ -11,7 +11,7 @@ import torch
 
 from megagen.companion import QUANTIZE_FIELDS, THREADS, quantize_ctas
 from megagen.compiler import CompiledKernel
-from megagen.errors import DeviceError
+from megagen.errors import DeviceError, PlanError
 from megagen.planning import KernelPlan
 from megagen.protocol import TRACE_CAPACITY, Field, params_fields
 from megagen.runtime.driver import Gpu, bindings, expect_success, load_kernel, make_current
@@ -56,11 +56,14 @@ class Launcher:
             self._retry(status)
 
     def _retry(self, status: Any) -> None:
-        """A thread that has not used the GPU yet has no context; anything else is an error."""
+        """Where this thread uses another GPU, or none yet, launch again with this GPU's context."""
         errors = bindings().CUresult
-        if status == errors.CUDA_ERROR_INVALID_CONTEXT:
-            make_current(self._gpu)
-            (status,) = self._launch(self.config, self._function, self.params.pointers, 0)
+        if status in (errors.CUDA_ERROR_INVALID_CONTEXT, errors.CUDA_ERROR_INVALID_HANDLE):
+            with torch.cuda.device(self._gpu.index):
+                make_current(self._gpu)
+                (status,) = self._launch(self.config, self._function, self.params.pointers, 0)
+            if not status:
+                return
         if status == errors.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE:
             raise DeviceError(
                 f"{self.name}: {self.config.gridDimX} CTAs can't run at once on {self._gpu.name} as this "
@@ -76,13 +79,17 @@ class MoELauncher(Launcher):
         self, plan: KernelPlan, kernel: CompiledKernel, buffer: SymmBuffer, *, sms: int, timeout_s: float
     ) -> None:
         buffer.require_room(plan)
+        if sms < plan.cluster:
+            raise PlanError(
+                f"plan={plan.name} has clusters of {plan.cluster} CTAs; give num_sms={plan.cluster} or more"
+            )
         super().__init__(
             kernel,
             params_fields(plan.contract.ranks, plan.trace),
             buffer.gpu,
             threads=plan.threads,
-            ctas=sms // getattr(plan, "cluster", 1) * getattr(plan, "cluster", 1),
-            cluster=getattr(plan, "cluster", 1),
+            ctas=sms // plan.cluster * plan.cluster,
+            cluster=plan.cluster,
             shared_bytes=plan.smem.size,
             cooperative=True,
         )

@@ -18,7 +18,7 @@ from megagen.runtime.arguments import ArgumentCheck
 from megagen.runtime.kernels import bundle_kernels
 from megagen.runtime.launch import MoELauncher, QuantizeLauncher
 from megagen.runtime.status import StatusBlock
-from megagen.runtime.symmetric import START_MARGIN_S, Inputs, SymmBuffer, check_same_contract
+from megagen.runtime.symmetric import Inputs, SymmBuffer, check_same_contract, host_limit
 from megagen.shape import MoEShape
 from megagen.weights import (
     ExpertWeights,
@@ -111,6 +111,7 @@ class MegaMoE:
         self._quantize: QuantizeLauncher | None = None
         self.weight_layout = WeightLayout(shape, self.contract.local_experts, base.format, BLOCK_N)
         self._arguments = ArgumentCheck(self.contract, buffer.gpu.device)
+        self._gpu_index = buffer.gpu.index
         self._ready = False
         self.handle = ops.register(self)
 
@@ -244,7 +245,7 @@ class MegaMoE:
         if torch.compiler.is_compiling():
             return ops.forward(self.handle, x, topk_ids, topk_weights, out, num_tokens)
         call = self.check_call(x, topk_ids, topk_weights, out, num_tokens)
-        self.queue(call, torch.cuda.current_stream().cuda_stream)
+        self.queue(call, torch.cuda.current_stream(self._gpu_index).cuda_stream)
         if self.debug and not torch.cuda.is_current_stream_capturing():
             self.check()
         return call.output
@@ -262,7 +263,11 @@ class MegaMoE:
             self._make_ready()
         status = self.buffer.status
         words = status.words
-        if words[StatusBlock.CODE] or words[StatusBlock.DROPPED] != status.reported_drops:
+        if (
+            words[StatusBlock.CODE]
+            or words[StatusBlock.ABORTED_BY]
+            or words[StatusBlock.DROPPED] != status.reported_drops
+        ):
             self._raise_pending()
         values, x_sf = x if isinstance(x, tuple) else (x, None)
         rows = self._arguments.tokens(values, x_sf, topk_ids, topk_weights)
@@ -316,7 +321,7 @@ class MegaMoE:
 
     def reset(self) -> None:
         """Make the layer usable again after an error. Collective; see ``SymmBuffer.reset``."""
-        self.buffer.reset(2 * self.timeout + START_MARGIN_S)
+        self.buffer.reset(host_limit(self.timeout))
 
     def memory_bytes(self) -> dict[str, int]:
         """Device memory in bytes: the buffer's (shared with other layers), the weights', and in all."""

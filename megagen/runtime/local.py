@@ -9,15 +9,15 @@ from typing import Any, overload
 import torch
 
 from megagen.errors import InputError, MegagenError, PeerAborted
-from megagen.runtime.driver import require_gpu
+from megagen.runtime.driver import private_stream, require_gpu
 from megagen.runtime.layer import MegaMoE, Tokens
-from megagen.runtime.symmetric import SymmBuffer
+from megagen.runtime.symmetric import PROBE_STREAM, SymmBuffer
 from megagen.shape import MoEShape
 from megagen.weights import ExpertWeights, KernelWeights
 
 
 class LocalGroup(Sequence[MegaMoE]):
-    """The layers of all ranks; each has its share of the SMs and a stream of its own.
+    """The layers of all ranks; each has its share of the SMs and a stream.
 
     The ranks' grids wait for each other, so all of them must fit on the GPU together: nothing else may run
     there meanwhile, and everything is allocated before the first launch.
@@ -50,12 +50,14 @@ class LocalGroup(Sequence[MegaMoE]):
         gpu = require_gpu(device)
         shares = share_sms(num_sms, ranks, gpu.sms)
         plans = plan if isinstance(plan, Sequence) else [plan] * ranks
-        self.buffers = list(buffers or SymmBuffer.local_group(shape, ranks=ranks, max_tokens=max_tokens))
+        if buffers is None:
+            buffers = SymmBuffer.local_group(shape, ranks=ranks, max_tokens=max_tokens, device=device)
+        self.buffers = list(buffers)
         self.layers = [
             MegaMoE(shape, buffer=buffer, num_sms=share, plan=own_plan, **options)
             for buffer, share, own_plan in zip(self.buffers, shares, plans, strict=True)
         ]
-        self.streams = [torch.cuda.Stream(gpu.device) for _ in range(ranks)]
+        self.streams = [private_stream(gpu, PROBE_STREAM + 1 + rank) for rank in range(ranks)]
 
     @overload
     def __getitem__(self, index: int) -> MegaMoE: ...

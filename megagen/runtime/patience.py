@@ -17,15 +17,14 @@ _LONGEST_PAUSE_S = 1e-3
 class Progress:
     """Two words of device memory, read while kernels run: launches completed, and who aborted.
 
-    A copy engine reads them on a stream of its own, so neither a running kernel nor one that can't start is
-    in the way.
+    A copy engine reads them on a stream that runs nothing else, so neither a running kernel nor one that
+    can't start is in the way.
     """
 
-    def __init__(self, launches: torch.Tensor, abort: torch.Tensor) -> None:
-        self._device = launches.device
+    def __init__(self, launches: torch.Tensor, abort: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self._sources = (launches, abort)
         self._words = torch.zeros(2, dtype=torch.int32, pin_memory=True)
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = stream
 
     def launches(self) -> int:
         """Launches that this rank has completed."""
@@ -40,7 +39,8 @@ class Progress:
             self._words[index : index + 1].copy_(self._sources[index], non_blocking=True)
         event = self._stream.record_event()
         if not _poll(event.query, time.monotonic() + _COPY_LIMIT_S):
-            raise DeviceError(f"{self._device} has not copied 4 bytes for {_COPY_LIMIT_S:g} s; it hangs")
+            device = self._sources[0].device
+            raise DeviceError(f"{device} has not copied 4 bytes for {_COPY_LIMIT_S:g} s; it hangs")
         return int(self._words[index])
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megagen.contract import Contract, Region
 from megagen.errors import ContractMismatch, InputError, MegaMoETimeout
 from megagen.planning.plan import LARGEST_BLOCK_M, KernelPlan, local_layout
-from megagen.runtime.driver import Gpu, require_gpu
+from megagen.runtime.driver import Gpu, private_stream, require_gpu
 from megagen.runtime.patience import Progress, wait_for_streams
 from megagen.runtime.peers import OneProcess, Peers, peers_of
 from megagen.runtime.status import StatusBlock, peer_aborted
@@ -20,7 +20,7 @@ from megagen.runtime.topology import check_one_domain, place_of
 from megagen.shape import MoEShape
 
 START_MARGIN_S = 5.0
-"""The host waits this much longer than the kernel's own limits before it says that a kernel never started."""
+PROBE_STREAM = 0  # number of the private stream that reads progress; rank r of a local group has 1 + r
 
 _TORCH_DTYPES = {
     "u8": torch.uint8,
@@ -32,6 +32,12 @@ _TORCH_DTYPES = {
     "u64": torch.int64,
 }
 _ZERO_BETWEEN_LAUNCHES = ("launch", "send_count", "l1_arrival", "l2_arrival")
+
+
+def host_limit(timeout_s: float) -> float:
+    """How long the host waits for progress: clearly longer than the kernel's own waits, ``timeout_s`` each,
+    so that a kernel that has reported nothing by then never started."""
+    return 2 * timeout_s + START_MARGIN_S
 
 
 class Inputs(NamedTuple):
@@ -121,7 +127,8 @@ class SymmBuffer:
         self.symm_address, self.local_address = memory.data_ptr(), self._local.data_ptr()
         self.status = StatusBlock()
         self.last_stream = 0  # of the last call, as the driver knows it
-        self._progress = Progress(self.local_view("launch")[:1], self.symm_view("control")[:1])
+        probe = private_stream(gpu, PROBE_STREAM)
+        self._progress = Progress(self.local_view("launch")[:1], self.symm_view("control")[:1], probe)
         self._input_views = Inputs(*(self.symm_view(name) for name in Inputs._fields))
         self.input_addresses = tuple(view.data_ptr() for view in self._input_views)
 
@@ -171,13 +178,13 @@ class SymmBuffer:
                 launch has made progress for twice the limit, so that it can't have started.
             DeviceError: a kernel faulted.
         """
-        finished = self._wait(2 * timeout_s + START_MARGIN_S)
+        finished = self._wait(host_limit(timeout_s))
         error = self.pending_error(timeout_s)
         if error is not None:
             raise error
         if not finished:
             raise MegaMoETimeout(
-                f"rank {self.peers.rank}: nothing has finished for {2 * timeout_s + START_MARGIN_S:g} s, and "
+                f"rank {self.peers.rank}: nothing has finished for {host_limit(timeout_s):g} s, and "
                 f"the kernel reports nothing. So launch {self._progress.launches()} has not started: a "
                 f"cooperative grid starts only when all of its {grid} CTAs fit on the GPU beside what else "
                 "runs there. Stop what holds SMs, or leave it room with num_sms="
@@ -197,8 +204,8 @@ class SymmBuffer:
         for member in self._members:
             if not member._wait(limit_s):
                 raise MegaMoETimeout(
-                    f"rank {member.peers.rank}: a launch has not ended for {limit_s:g} s, so the buffer can't "
-                    "be reset; stop what keeps it from starting"
+                    f"rank {member.peers.rank}: a launch has not ended for {limit_s:g} s, and the buffer "
+                    "can't be reset before; stop what keeps it from starting"
                 )
         self.peers.gather(None)  # nobody's kernel runs any more
         for member in self._members:

@@ -261,10 +261,10 @@ def tensor_map(
     )
 
 
-def tensor_validate(encoded: bytes) -> str:
+def tensor_validate(encoded: bytes, compute_capability: int = 100) -> str:
     """The violated rule, or an empty string. ValueError if the bytes are no tensor map."""
     message = ctypes.create_string_buffer(256)
-    if library().mg_tensor_validate(encoded, message, len(message)) != 0:
+    if library().mg_tensor_validate(encoded, compute_capability, message, len(message)) != 0:
         raise ValueError("not a tensor map")
     return message.value.decode()
 

@@ -26,9 +26,13 @@ def swizzle_position(address: int, swizzle: int) -> int:
     return position
 
 
+SPANS = (0, 32, 64, 128, 128, 128, 128)
+
+
 def expected_bytes(kind, sizes, strides, box, steps, swizzle, coordinates, shared):
     """{shared address: global address or None} per byte of the box, by looping over its elements."""
     width = WIDTH[kind]
+    pitch = max(box[0] * width, SPANS[swizzle])
     counts = [box[0]] + [-(-b // s) for b, s in zip(box[1:], steps[1:], strict=True)]
     expected = {}
     for number, reverse in enumerate(itertools.product(*[range(c) for c in reversed(counts)])):
@@ -38,7 +42,8 @@ def expected_bytes(kind, sizes, strides, box, steps, swizzle, coordinates, share
         inside = all(0 <= p < size for p, size in zip(position, sizes, strict=True))
         offset = position[0] * width + sum(p * s for p, s in zip(position[1:], strides, strict=True))
         for byte in range(width):
-            at = swizzle_position(shared + number * width + byte, swizzle)
+            row, column = divmod(number, box[0])
+            at = swizzle_position(shared + row * pitch + column * width + byte, swizzle)
             assert at not in expected
             expected[at] = offset + byte if inside else None
     return expected
@@ -83,7 +88,8 @@ def test_copies_element_by_element(copy, shared):
         kind, sizes, strides, box, steps, swizzle, coordinates, shared
     )
     count = int(runs[:, 2].sum())
-    assert native.tensor_bytes(encoded) == (count, count)
+    pitch = max(box[0] * WIDTH[kind], SPANS[swizzle])
+    assert native.tensor_bytes(encoded) == (count // (box[0] * WIDTH[kind]) * pitch, count)
 
 
 def test_runs_are_as_long_as_possible():
@@ -143,8 +149,8 @@ def test_out_of_bounds_fill():
     zeros = native.tensor_map(F16, (64, 4), (128,), (64, 4))
     assert (native.tensor_fill(zeros, 64) == 0).all()
     for kind, view in ((F16, np.float16), (F32, np.float32), (F64, np.float64)):
-        encoded = native.tensor_map(kind, (64, 4), (512,), (8, 4), fill=1)
-        assert np.isnan(native.tensor_fill(encoded, 64).view(view)).all()
+        filled = native.tensor_fill(native.tensor_map(kind, (64, 4), (512,), (8, 4), fill=1), 64)
+        assert np.isnan(filled.view(view)).all() and (filled.view(np.uint16) == 0x7FF7).all()
 
 
 def test_types_that_convert_on_load():
@@ -197,6 +203,16 @@ GOOD = {
         ({"box": (128, 32)}, ("box[0] = 128", "256 bytes", "swizzle")),
         ({"element_strides": (1, 9)}, ("element_stride[1] = 9", "1 to 8")),
         ({"element_strides": (1, 0)}, ("element_stride[1] = 0", "1 to 8")),
+        ({"element_strides": (9, 1)}, ("element_stride[0] = 9", "1 to 8")),
+        (
+            {
+                "sizes": (128, 64, 64),
+                "strides": (256, 16384),
+                "box": (64, 64, 30),
+                "element_strides": (1, 1, 1),
+            },
+            ("box = 245760", "233472"),
+        ),
         ({"swizzle": 7}, ("swizzle = 7",)),
         ({"type": 16}, ("type = 16",)),
         ({"interleave": 1}, ("rank = 2", "interleaved")),
@@ -215,13 +231,21 @@ def test_invalid_maps_are_refused_with_the_field_and_the_rule(change, words):
         assert word in message
 
 
+def test_hopper_has_no_packed_types_and_no_wide_atoms():
+    for change in ({"type": U4_8}, {"swizzle": 4}, {"swizzle": 5}, {"swizzle": 6}):
+        encoded = native.tensor_map(**{**GOOD, **change})
+        assert native.tensor_validate(encoded, 100) == ""
+        assert "needs sm_100" in native.tensor_validate(encoded, 90)
+    assert native.tensor_validate(native.tensor_map(**GOOD), 90) == ""
+
+
 def test_limits_themselves_are_valid():
     for change in (
         {"address": 16},
         {"strides": ((1 << 40) - 16,)},
         {"sizes": (1 << 32, 1)},
         {"box": (64, 256)},
-        {"element_strides": (9, 8)},
+        {"element_strides": (8, 8)},
         {"fill": 1},
         {"type": U4_16, "box": (128, 8)},
         {"type": U6_16, "box": (128, 8), "swizzle": 6},

@@ -1,7 +1,6 @@
 """GPU tests: skipped where there is no GPU; their counts can be kept as JSON (``--gpu-results DIR``).
 
-``python -m pytest -m gpu tests/gpu --gpu-results docs/results`` is the whole suite; ``warm_cache.py`` compiles
-its kernels beforehand, on all cores.
+``run.sh`` runs them all. The option exists where tests/gpu is named on the command line.
 """
 
 import json
@@ -50,7 +49,10 @@ class Results:
             self.outcomes[report.nodeid] = report.outcome
 
     def pytest_sessionfinish(self) -> None:
-        of = {kind: [n for n, o in self.outcomes.items() if o == kind] for kind in ("passed", "failed", "skipped")}
+        of = {
+            kind: [n for n, o in self.outcomes.items() if o == kind]
+            for kind in ("passed", "failed", "skipped")
+        }
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         record = {
             "schema_version": 1,
@@ -68,12 +70,12 @@ class Results:
 
 
 def commit() -> str:
-    """The commit under test: ``MEGAGEN_COMMIT`` where there is no git, "+changes" if the tree differs from it."""
+    """The commit under test (``MEGAGEN_COMMIT`` where there is no git), "+changes" if the tree differs."""
     if named := os.environ.get("MEGAGEN_COMMIT"):
         return named
 
     def git(*arguments: str) -> str:
-        ran = subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True)
+        ran = subprocess.run(["git", *arguments], cwd=HERE.parents[1], capture_output=True, text=True)
         return ran.stdout.strip() if ran.returncode == 0 else ""
 
     head = git("rev-parse", "HEAD")
@@ -82,5 +84,5 @@ def commit() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if directory := config.getoption("--gpu-results"):
+    if directory := config.getoption("--gpu-results", default=None):
         config.pluginmanager.register(Results(Path(directory)))

@@ -32,7 +32,7 @@ MODELS = {
 }
 
 WHOLE, ROW, FLOAT32 = 6e-3, 3e-2, 4e-2
-"""Limits of the relative Frobenius error: whole output, worst row, whole output against float32 arithmetic."""
+"""Limits of the relative Frobenius error: whole output, worst row; whole output against float32."""
 
 
 class Inputs(NamedTuple):

@@ -1,6 +1,6 @@
-"""Compile the kernels of the GPU tests into the cache, one process per core: ``python tests/gpu/warm_cache.py``.
+"""Compile the kernels of the GPU tests into the cache, one process per core.
 
-Needs no GPU. Without it the tests compile one kernel after the other.
+``python tests/gpu/warm_cache.py`` needs no GPU. Without it the tests compile one kernel after the other.
 """
 
 import multiprocessing
@@ -28,9 +28,8 @@ def main() -> None:
     workers = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         times = list(pool.map(compile_plan, plans))
-    print(
-        f"{len(plans)} kernels, {sum(times) / 1e3:.0f} s of compilation in {time.perf_counter() - start:.0f} s"
-    )
+    elapsed = time.perf_counter() - start
+    print(f"{len(plans)} kernels, {sum(times) / 1e3:.0f} s of compilation in {elapsed:.0f} s")
 
 
 if __name__ == "__main__":

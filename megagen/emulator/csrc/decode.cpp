@@ -301,6 +301,11 @@ class ModuleDecoder final : public Decoder {
     unsupported("`" + o.name + "` isn't a predicate");
   }
 
+  bool is_predicate(const std::string& name) override {
+    const Ref* r = find_register(name);
+    return r && r->kind == Ref::Predicate;
+  }
+
   void address(Instr& i, const AstOperand& o, int slot) override {
     AstOperand base = o;
     if (o.kind == AstOperand::Address) {

@@ -165,6 +165,8 @@ void leave(Exec& x) {  // lanes `mask` exit
     }
     x.stop = true;
   }
+  x.cta().cluster->expected -= static_cast<uint32_t>(__builtin_popcount(x.mask));
+  recheck_barriers(x.m, x.cta());
   // Who waits for these lanes looks again.
   for (const auto& f : x.w.fragments) {
     if (f->wait == Wait::Converge || f->wait == Wait::WarpSync) f->wait = Wait::None;

@@ -44,12 +44,21 @@ void note_weak_read(Exec& x, const LanePlace& p, uint32_t bytes) {
   x.note_read(p.canonical(), bytes, value, false);
 }
 
+void acquire_pending(Exec& x, const Instr& i, uint64_t place, Mask readers) {
+  if (!readers) return;
+  const auto it = x.m.history.variables.find(place);
+  if (it == x.m.history.variables.end()) return;
+  x.acquire_from(it->second, readers, i.order == Order::Volatile ? Scope::Sys : i.scope, i.order == Order::Acquire);
+}
+
 void load(Exec& x, const Instr& i) {
   x.require_defined(i.op[1], "address");
   const uint32_t bytes = static_cast<uint32_t>(bytes_of(i.type)) * i.vector;
   const bool strong = i.order != Order::Weak;
   const bool few = (x.mask & (x.mask - 1)) == 0;
   const bool loops = any_loop(*x.f);
+  uint64_t place = 0;  // lanes that read one place in a row synchronize together
+  Mask readers = 0;
   if (loops && !few && !strong) {
     for (LoopWatch& l : x.f->loops) l.overflow = true;
   }
@@ -59,11 +68,12 @@ void load(Exec& x, const Instr& i) {
     if (p.region && !p.region->read_only) {
       x.m.history.read(*p.region, p.offset, bytes, x.accessor(l, i.order, i.scope));
       if (strong) {
-        const auto it = x.m.history.variables.find(p.canonical());
-        if (it != x.m.history.variables.end()) {
-          const Scope s = i.order == Order::Volatile ? Scope::Sys : i.scope;
-          x.acquire_from(it->second, l, s, i.order == Order::Acquire);
+        if (p.canonical() != place) {
+          acquire_pending(x, i, place, readers);
+          place = p.canonical();
+          readers = 0;
         }
+        readers |= 1u << l;
         uint64_t value = 0;
         memcpy(&value, p.data, bytes < 8 ? bytes : 8);
         if (loops) x.note_read(p.canonical(), bytes, value, true);
@@ -73,6 +83,7 @@ void load(Exec& x, const Instr& i) {
     }
     to_registers(x, i, l, p.data, p.undefined);
   }
+  acquire_pending(x, i, place, readers);
 }
 
 void decode_ld(Decoder& d, Instr& i) {

@@ -79,6 +79,7 @@ class Decoder {
   virtual Ref source(const AstOperand& operand, Type type) = 0;
   virtual Ref destination(const AstOperand& operand, Type type) = 0;
   virtual Ref predicate(const AstOperand& operand) = 0;  // Discard gives kind None
+  virtual bool is_predicate(const std::string& name) = 0;
   /// Address [base + offset]: base into i.op[slot], offset into i.imm.
   virtual void address(Instr& i, const AstOperand& operand, int slot) = 0;
   virtual Ref constant(uint64_t value, int width) = 0;

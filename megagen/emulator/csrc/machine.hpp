@@ -87,6 +87,7 @@ struct Fragment {
   LoopWatch loops[3];
   uint8_t next_loop = 0;
   std::vector<uint64_t> watched;
+  std::vector<Mbarrier*> awaited;  // Wait::Mbarrier
 };
 
 struct LaneClock {
@@ -94,13 +95,24 @@ struct LaneClock {
   Clock clock;
 };
 
-/// A group of asynchronous operations of one lane that a later wait_group waits for.
+/// The bulk or cp.async groups of one lane, oldest first; the last one is still open.
 struct LaneGroups {
-  uint32_t committed = 0;                  // groups so far
-  uint32_t open = 0;                       // operations since the last commit
-  std::vector<uint32_t> pending_read;      // per uncompleted group: number of operations left
-  std::vector<uint32_t> pending_write;
-  uint32_t first = 1;                      // group number of element 0
+  struct Group {
+    uint32_t reads = 0, writes = 0;            // operations that haven't read or written yet
+    uint32_t last_read = 0, last_write = 0;    // counts of the agents, for what completion teaches
+  };
+  std::deque<Group> groups{1};
+  uint32_t first = 0;                          // number of groups[0]
+  struct Arrival {                             // cp.async.mbarrier.arrive
+    uint32_t waits_for;
+    uint32_t up_to;
+    Region* region;
+    uint32_t offset;
+  };
+  std::vector<Arrival> arrivals;
+  uint32_t outstanding = 0;
+  uint32_t open() const { return first + static_cast<uint32_t>(groups.size()) - 1; }
+  Group& group(uint32_t number) { return groups[number - first]; }
 };
 
 struct Wgmma;
@@ -121,6 +133,8 @@ struct Warp {
   Mask carry = 0;                             // the condition code register CC.CF
   std::vector<uint8_t> local, local_undefined;  // [lane][byte]
   uint32_t register_count = 0;                // setmaxnreg
+  Mask cluster_arrived = 0;                   // lanes that arrived at the cluster barrier and haven't waited
+  uint64_t cluster_phase[kLanes] = {};        // in which phase
 
   // Memory order.
   Agent agent = 0;
@@ -150,12 +164,15 @@ struct Warp {
 struct NamedBarrier {
   uint32_t arrived = 0, expected = 0;  // threads
   Clock clock;
-  std::vector<std::pair<Warp*, Mask>> waiting;
   uint32_t reduced = 0;   // barrier.red
   bool reduced_all = true, reduced_any = false;
+  bool all = false;       // no thread count was given
 };
 
 struct Cluster;
+
+void recheck_barriers(Machine& m, Cta& cta);                 // exec_barrier.cpp
+void complete_cluster_phase(Machine& m, Cluster& cluster);
 
 struct Cta {
   Machine* machine = nullptr;
@@ -183,7 +200,6 @@ struct Cluster {
   uint32_t arrived = 0, expected = 0;
   uint64_t phase = 0;
   Clock clock, done;
-  std::unordered_map<Warp*, std::vector<std::pair<Mask, uint64_t>>> arrivals;  // lanes and the phase they arrived in
   uint32_t live_ctas = 0;
 };
 
@@ -312,6 +328,7 @@ struct Machine {
   Warp* current_warp = nullptr;
   Mask current_lanes = 0;
   const Program* async_program = nullptr;
+  std::deque<Instr> reduction_instrs;  // tensor reductions with their element type filled in
   uint64_t probed_at = UINT64_MAX;  // progress_count when all sleepers were last given another try
   uint64_t time_step = 1000;
 
@@ -437,7 +454,7 @@ struct Exec {
   void tick() const;
   void acquire(Mask lanes, const Clock& clock) const;
   void release_to(SyncVariable& variable, int lane, Scope scope, bool replaces, bool release) const;
-  void acquire_from(const SyncVariable& variable, int lane, Scope scope, bool acquire) const;
+  void acquire_from(const SyncVariable& variable, Mask lanes, Scope scope, bool acquire) const;
   void fence(Scope scope) const;
   void proxy_fence(bool shared, bool global) const;
   void warp_barrier(Mask lanes) const;

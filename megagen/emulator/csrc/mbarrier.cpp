@@ -25,14 +25,11 @@ void mbarrier_settle(Machine& m, Mbarrier& b) {
   if (b.pending == 0 && b.tx == 0) {
     ++b.phase;
     b.pending = b.expected;
+    if (b.tracks_copies) b.arriving.before.learn(b.agent, kAllLanes, b.count);
     b.done = std::move(b.arriving);
     b.arriving = Clock();
-    if (b.agent) ++b.count, m.agent_count(b.agent) = b.count;
-    std::vector<std::pair<Warp*, Fragment*>> waiters;
-    waiters.swap(b.waiters);
-    for (auto& [w, f] : waiters) {
-      if (f->wait == Wait::Mbarrier) m.wake(*w, *f);
-    }
+    m.agent_count(b.agent) = ++b.count;
+    while (!b.waiters.empty()) m.wake(*b.waiters.back().first, *b.waiters.back().second);
   }
   m.touched(*b.region, b.offset, 8);
 }
@@ -53,8 +50,7 @@ void mbarrier_expect(Mbarrier& b, int64_t bytes) {
   }
 }
 
-void mbarrier_complete_tx(Machine& m, Mbarrier& b, int64_t bytes, const Clock* released) {
-  if (released) b.arriving.join(*released);
+void mbarrier_complete_tx(Machine& m, Mbarrier& b, int64_t bytes) {
   mbarrier_expect(b, -bytes);
   mbarrier_settle(m, b);
 }

@@ -16,7 +16,8 @@ struct Mbarrier {
   int64_t tx = 0;
   uint64_t phase = 0;     // completed phases
   Agent agent = 0;        // of what completes on it
-  uint32_t count = 0;     // its clock
+  uint32_t count = 0;     // its clock: that of the current phase
+  bool tracks_copies = false;
   Clock arriving, done;   // released into the current phase, and into the one before
   Epoch init = 0;         // who initialized it
   uint32_t init_line = 0;
@@ -31,7 +32,7 @@ Mbarrier& mbarrier_at(const Place& place);
 /// Counts arrivals, and completes the phase when nothing is pending.
 void mbarrier_arrive(Machine& m, Mbarrier& b, uint32_t arrivals, const Clock* released);
 void mbarrier_expect(Mbarrier& b, int64_t bytes);
-void mbarrier_complete_tx(Machine& m, Mbarrier& b, int64_t bytes, const Clock* released);
+void mbarrier_complete_tx(Machine& m, Mbarrier& b, int64_t bytes);
 void mbarrier_settle(Machine& m, Mbarrier& b);
 std::string mbarrier_text(const Mbarrier& b);
 

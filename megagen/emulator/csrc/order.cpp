@@ -135,14 +135,16 @@ void Exec::release_to(SyncVariable& variable, int lane, Scope scope, bool replac
   }
 }
 
-void Exec::acquire_from(const SyncVariable& variable, int lane, Scope scope, bool acquires) const {
+void Exec::acquire_from(const SyncVariable& variable, Mask lanes, Scope scope, bool acquires) const {
   for (const auto& r : variable.releases) {
     if (!includes(m, r, w.agent, scope)) continue;
     if (acquires) {
-      acquire(1u << lane, r.clock);
-    } else {
-      if (w.fences.empty()) w.fences.resize(kLanes);
-      add_release(w.fences[static_cast<size_t>(lane)].acquired, r.scope, r.agent, r.clock);
+      acquire(lanes, r.clock);
+      continue;
+    }
+    if (w.fences.empty()) w.fences.resize(kLanes);
+    for (Mask rest = lanes; rest; rest &= rest - 1) {
+      add_release(w.fences[static_cast<size_t>(__builtin_ctz(rest))].acquired, r.scope, r.agent, r.clock);
     }
   }
 }

@@ -60,6 +60,7 @@ struct Instr {
   uint16_t flags = 0;   // meaning belongs to the handler
   Ref op[5];
   int64_t imm = 0;      // address offset
+  int64_t offset[2] = {0, 0};  // of further addresses
   int32_t target = -1;  // branch target, callee
   uint32_t extra = 0;   // first of extra_count Refs in Program::extra
   uint32_t extra_count = 0;

@@ -272,6 +272,15 @@ void Machine::enqueue(Warp& warp) {
 
 void Machine::wake(Warp& warp, Fragment& f) {
   if (!f.watched.empty()) unwatch(f);
+  for (Mbarrier* b : f.awaited) {
+    for (size_t k = 0; k < b->waiters.size(); ++k) {
+      if (b->waiters[k].second != &f) continue;
+      b->waiters[k] = b->waiters.back();
+      b->waiters.pop_back();
+      break;
+    }
+  }
+  f.awaited.clear();
   f.wait = Wait::None;
   enqueue(warp);
 }

@@ -18,6 +18,7 @@
 namespace megagen {
 
 inline constexpr int kMaxTensorRank = 5;
+inline constexpr uint64_t kMaxBoxBytes = 228 * 1024;
 
 /// Numbered like CUtensorMapDataType.
 enum class TensorType : uint8_t {
@@ -155,14 +156,19 @@ inline uint32_t shared_row_bytes(const TensorMap& map) {
   return box_elements(map, 0) * layout.shared_bytes / layout.elements;
 }
 
+/// Distance of successive rows in shared memory: a swizzled row takes the whole span, however short it is.
+inline uint32_t shared_row_pitch(const TensorMap& map) {
+  return std::max(shared_row_bytes(map), swizzle_span(map.swizzle));
+}
+
 inline uint32_t box_rows(const TensorMap& map) {
   uint32_t rows = 1;
   for (int d = 1; d < map.rank; ++d) rows *= box_elements(map, d);
   return rows;
 }
 
-/// Bytes that the box occupies in shared memory.
-inline uint32_t shared_bytes(const TensorMap& map) { return box_rows(map) * shared_row_bytes(map); }
+/// Bytes that the box occupies in shared memory, with the unwritten ends of short swizzled rows.
+inline uint32_t shared_bytes(const TensorMap& map) { return box_rows(map) * shared_row_pitch(map); }
 
 /// Bytes that complete_tx counts: the whole box, out-of-bounds elements included, without the padding of
 /// packed types.
@@ -175,6 +181,14 @@ namespace detail {
 inline std::string violation(const char* field, int index, uint64_t value, const std::string& rule) {
   const std::string name = index < 0 ? field : std::string(field) + "[" + std::to_string(index) + "]";
   return name + " = " + std::to_string(value) + ": " + rule;
+}
+
+inline std::string validate_architecture(const TensorMap& map, int compute_capability) {
+  if (compute_capability >= 100) return {};
+  if (is_packed(map.type)) return violation("type", -1, static_cast<int>(map.type), "needs sm_100");
+  if (map.swizzle > Swizzle::B128)
+    return violation("swizzle", -1, static_cast<int>(map.swizzle), "needs sm_100");
+  return {};
 }
 
 inline std::string validate_enums(const TensorMap& map) {
@@ -219,8 +233,7 @@ inline std::string validate_global(const TensorMap& map, bool padded) {
 inline std::string validate_box(const TensorMap& map, bool padded) {
   for (int d = 0; d < map.rank; ++d) {
     if (map.box[d] < 1 || map.box[d] > 256) return violation("box", d, map.box[d], "must be 1 to 256");
-    const bool ignored = d == 0 && map.interleave == Interleave::None;
-    if (!ignored && (map.element_stride[d] < 1 || map.element_stride[d] > 8)) {
+    if (map.element_stride[d] < 1 || map.element_stride[d] > 8) {
       return violation("element_stride", d, map.element_stride[d], "must be 1 to 8");
     }
   }
@@ -238,14 +251,21 @@ inline std::string validate_box(const TensorMap& map, bool padded) {
   return {};
 }
 
+inline std::string validate_box_bytes(const TensorMap& map) {
+  uint64_t bytes = global_row_bytes(map.type, map.box[0]);
+  for (int d = 1; d < map.rank; ++d) bytes *= map.box[d];
+  return bytes <= kMaxBoxBytes
+             ? ""
+             : violation("box", -1, bytes,
+                         "bytes, must fit into shared memory (" + std::to_string(kMaxBoxBytes) + ")");
+}
+
 inline std::string validate_swizzle(const TensorMap& map) {
   const bool none_or_128 =
       map.swizzle == Swizzle::None || map.swizzle == Swizzle::B128 || map.swizzle == Swizzle::B128Atom32;
   const auto refuse = [&](const char* rule) {
     return violation("swizzle", -1, static_cast<int>(map.swizzle), rule);
   };
-  if (map.interleave == Interleave::B32 && map.swizzle != Swizzle::B32)
-    return refuse("32B interleave needs swizzle 32B");
   if (map.type == TensorType::U4x16Align16 && !none_or_128) return refuse("not supported for 16U4_ALIGN16B");
   if (map.type == TensorType::U6x16Align16 && !none_or_128 && map.swizzle != Swizzle::B128Atom64) {
     return refuse("not supported for 16U6_ALIGN16B");
@@ -255,13 +275,17 @@ inline std::string validate_swizzle(const TensorMap& map) {
 
 }  // namespace detail
 
-/// What cuTensorMapEncodeTiled would refuse, in words that name the field, its value and the rule; empty if
-/// valid.
-inline std::string validate(const TensorMap& map) {
+/// What cuTensorMapEncodeTiled would refuse on an architecture (90, 100), in words that name the field, its
+/// value and the rule; empty if valid. As measured with driver 13.0 on sm_90, where that differs from its
+/// documentation: element_stride[0] is checked though ignored, 32B interleave goes with any swizzle, and the
+/// box has to fit into shared memory.
+inline std::string validate(const TensorMap& map, int compute_capability) {
   const bool padded = map.type == TensorType::U4x16Align16 || map.type == TensorType::U6x16Align16;
   std::string error = detail::validate_enums(map);
+  if (error.empty()) error = detail::validate_architecture(map, compute_capability);
   if (error.empty()) error = detail::validate_global(map, padded);
   if (error.empty()) error = detail::validate_box(map, padded);
+  if (error.empty()) error = detail::validate_box_bytes(map);
   if (error.empty()) error = detail::validate_swizzle(map);
   return error;
 }
@@ -344,7 +368,7 @@ void for_each_run(const TensorMap& map, const int32_t* coordinates, uint32_t sha
       inside = inside && position >= 0 && position < static_cast<int64_t>(map.size[d]);
       global_row += static_cast<uint64_t>(position) * map.stride[d - 1];
     }
-    const uint32_t row = shared + row_number * shared_row_bytes(map);
+    const uint32_t row = shared + row_number * shared_row_pitch(map);
     if (!inside) {
       add_elements(0, row, 0, inner, false);
     } else {
@@ -357,13 +381,13 @@ void for_each_run(const TensorMap& map, const int32_t* coordinates, uint32_t sha
   merger.flush();
 }
 
-/// Fills `bytes` bytes, whole elements, with what a load writes out of bounds: zeros, or the NaN of the type.
+/// Fills `bytes` bytes (an even number) with what a load writes out of bounds: zeros, or OOB-NaN, whose bits
+/// are 0x7FF7 in every 16 bits whatever the type (measured on sm_90).
 inline void fill_out_of_bounds(const TensorMap& map, uint8_t* destination, uint32_t bytes) {
-  const uint32_t width = element_layout(map.type).global_bytes;
-  const uint64_t nan = width == 2 ? 0x7FFF : width == 4 ? 0x7FFFFFFF : 0x7FFFFFFFFFFFFFFF;
   std::memset(destination, 0, bytes);
   if (map.fill == OutOfBoundsFill::Zeros) return;
-  for (uint32_t at = 0; at < bytes; at += width) std::memcpy(destination + at, &nan, width);
+  constexpr uint16_t nan = 0x7FF7;
+  for (uint32_t at = 0; at < bytes; at += sizeof nan) std::memcpy(destination + at, &nan, sizeof nan);
 }
 
 /// What a load does to the values of types that convert: .ftz flushes subnormals, TF32 rounds to nearest

@@ -193,10 +193,10 @@ int mg_wgmma_ranges(uint64_t descriptor, int mn_major, int first_row, int last_r
 }
 
 /// Writes the violated rule, or an empty string; -1 if the bytes are no tensor map.
-int mg_tensor_validate(const uint8_t* bytes, char* message, int capacity) {
+int mg_tensor_validate(const uint8_t* bytes, int compute_capability, char* message, int capacity) {
   TensorMap map;
   if (!decode_tensor_map(bytes, map)) return -1;
-  std::snprintf(message, capacity, "%s", validate(map).c_str());
+  std::snprintf(message, capacity, "%s", validate(map, compute_capability).c_str());
   return 0;
 }
 

@@ -9,6 +9,10 @@ EXACT = "exact"  # the ISA defines every bit
 MODEL = "model"  # bit for bit by a model that was fitted to measurements (tensor-core accumulation)
 APPROXIMATE = "approximate"  # within the ISA's error bound
 
+OUTPUT = "output"  # the record keeps the output
+DIGEST = "digest"  # a CRC-32 per row of the output's last axis
+STATUS = "status"  # whether the launch faults
+
 
 @dataclass(frozen=True)
 class TensorMapSpec:
@@ -41,8 +45,8 @@ Argument = np.ndarray | Output | TensorMapSpec | np.int32 | np.uint32 | np.uint6
 @dataclass(frozen=True)
 class Case:
     """One kernel launch. ``arguments`` builds the kernel's parameters in order: arrays are copied to the GPU
-    and passed as pointers. ``digest``: the record keeps a CRC-32 per row of the output instead of the output.
-    ``detail`` holds what a replay through the libraries needs and the kernel doesn't tell."""
+    and passed as pointers. ``keep``: what the record holds. ``detail``: what a replay by the libraries has to
+    know."""
 
     name: str
     source: str
@@ -52,5 +56,5 @@ class Case:
     block: int = 128
     shared_bytes: int = 0
     agreement: str = EXACT
-    digest: bool = False
+    keep: str = OUTPUT
     detail: dict = field(default_factory=dict)

@@ -223,9 +223,9 @@ def encoded_map(spec: TensorMapSpec, address: int = 0) -> bytes:
 
 
 def acceptable(spec: TensorMapSpec) -> bool:
-    """Whether the rules for tensor maps allow this one at an aligned base plus ``spec.argument`` bytes."""
+    """Whether the rules of sm_90 allow a map at an aligned base plus ``spec.argument`` bytes."""
     try:
-        return native.tensor_validate(encoded_map(spec, 1 << 20 | spec.argument)) == ""
+        return native.tensor_validate(encoded_map(spec, 1 << 20 | spec.argument), 90) == ""
     except struct.error:  # a field that the encoding can't hold
         return False
 

@@ -1,13 +1,13 @@
 """Cases of integer, bit, comparison, selection and warp instructions, one kernel per form.
 
-Every thread applies the form to its element of the inputs. All lanes of each warp are active. The record keeps
-a checksum per warp.
+Every thread applies the form to its element of the inputs, with all lanes of each warp active. The record
+keeps a checksum per warp.
 """
 
 import numpy as np
 
 from . import streams
-from .cases import EXACT, Argument, Case, Output
+from .cases import DIGEST, EXACT, Argument, Case, Output
 from .elementwise import OPERANDS
 
 COUNT = 1024
@@ -55,7 +55,7 @@ extern "C" __global__ void {name}({OPERANDS[result][0]}* out{parameters})
         grid=COUNT // 256,
         block=256,
         agreement=EXACT,
-        digest=True,
+        keep=DIGEST,
         detail={"instruction": form},
     )
 

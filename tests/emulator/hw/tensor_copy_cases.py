@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from . import streams
-from .cases import Case, Output, TensorMapSpec
+from .cases import STATUS, Case, Output, TensorMapSpec
 
 U8, U16, U32, F16, F32, F64, BF16, F32_FTZ, TF32, TF32_FTZ = 0, 1, 2, 6, 7, 8, 9, 10, 11, 12
 ELEMENT_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2, 10: 4, 11: 4, 12: 4}
@@ -137,8 +137,8 @@ def _case(
 
 def copy_cases() -> list[Case]:
     layouts = [
-        ("1d", _map(U8, [100], [64]), (40,), 0),
-        ("1d_negative", _map(U32, [64], [32]), (-5,), 128),
+        ("1d", _map(U8, [100], [64]), (48,), 0),
+        ("1d_negative", _map(U32, [64], [32]), (-4,), 128),
         ("2d", _map(U8, [96, 20], [48, 7]), (16, 3), 0),
         ("2d_corner", _map(U16, [40, 9], [16, 8], pad=16), (32, 5), 256),
         ("2d_outside", _map(U16, [40, 9], [16, 8]), (40, -9), 0),
@@ -153,11 +153,11 @@ def copy_cases() -> list[Case]:
         layouts += [
             (f"swizzle_{span}", _map(U8, [256, 40], [span, 32], swizzle), (16, 4), 0),
             (f"swizzle_{span}_narrow", _map(U8, [256, 40], [span // 2, 24], swizzle), (32, 0), 0),
-            (f"swizzle_{span}_offset", _map(F16, [128, 40], [span // 2, 9], swizzle), (100, 33), 384),
+            (f"swizzle_{span}_offset", _map(F16, [128, 40], [span // 2, 9], swizzle), (96, 33), 384),
         ]
     cases = []
     for index, (name, spec, coordinates, offset) in enumerate(layouts):
-        for store in (False, True):
+        for store in (False, True) if min(coordinates) >= 0 else (False,):
             cases.append(_case(name, spec, coordinates, offset, store, 400 + index))
     values = streams.float32_bits(450, 1024)
     for name, kind in {
@@ -177,6 +177,29 @@ def copy_cases() -> list[Case]:
     cases.append(_case("tf32", spec, (0, 0), 0, True, 460))
     spec = _map(F32_FTZ, [16, 16], [16, 16])
     cases.append(_case("f32_ftz", spec, (0, 0), 0, True, 461))
+    return cases
+
+
+def fault_cases() -> list[Case]:
+    """Copies that may fault: by alignment and sign of coordinates, by alignment in shared memory."""
+    cases = []
+    plain, swizzled = _map(U8, [128, 16], [32, 8]), _map(U8, [128, 16], [32, 8], swizzle=3)
+    wide = _map(F16, [64, 16], [16, 8])
+    variants = [("column", plain, (x, 2), 0) for x in (1, 4, 8, 16, 24, 112, 120, 128)]
+    variants += [("column f16", wide, (x, 2), 0) for x in (1, 4, 8, 12)]
+    variants += [
+        ("negative", plain, position, 0) for position in ((-16, 2), (-8, 2), (0, -1), (-32, -8), (-512, 0))
+    ]
+    variants += [
+        ("beyond", plain, position, 0) for position in ((512, 0), (0, 16), (0, 1000), (2**31 - 16, 0))
+    ]
+    variants += [("shared", plain, (0, 0), offset) for offset in (16, 32, 64, 128)]
+    variants += [("shared swizzled", swizzled, (0, 0), offset) for offset in (128, 256, 384, 512, 1024)]
+    variants += [("1d", _map(U8, [128], [32]), (x,), 0) for x in (0, 8, 16, 120)]
+    for name, spec, coordinates, offset in variants:
+        for store in (False, True):
+            case = _case(f"{name} {coordinates} {offset}", spec, coordinates, offset, store, 480)
+            cases.append(replace(case, keep=STATUS))
     return cases
 
 
@@ -244,7 +267,11 @@ def acceptance_specs() -> list[TensorMapSpec]:
                 int(pick[15] % 3 == 0),
             )
         )
+    for rows in (912, 913, 928, 960, 1020):  # boxes of 228 KiB and more
+        specs.append(_map(U8, [256, 1024, 4], [256, rows // 4, 4], argument=0))
+    specs.append(_map(U8, [256, 1024, 4], [240, 243, 4], argument=0))
+    specs += [replace(good, swizzle=swizzle, box=(8, 256), interleave=0) for swizzle in range(4)]
     return specs
 
 
-GROUPS = {"tensor_copies": copy_cases}
+GROUPS = {"tensor_copies": copy_cases, "tensor_faults": fault_cases}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from . import streams
-from .cases import EXACT, MODEL, Case, Output
+from .cases import DIGEST, EXACT, MODEL, OUTPUT, Case, Output
 
 ELEMENT_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1, "b1": 1}
 SWIZZLE_FIELD = {0: 0, 128: 1, 64: 2, 32: 3}
@@ -157,7 +157,7 @@ def _case(
     scale=1,
     fragments=None,
     agreement=EXACT,
-    digest=False,
+    keep=DIGEST,
 ):
     """``images``: uint8 [ctas, bytes]; ``operands``: (A, B) per CTA; ``c``: uint32 [ctas, registers, 128]."""
     ctas = len(images)
@@ -184,7 +184,7 @@ def _case(
         grid=ctas,
         shared_bytes=images.shape[1] + 1024,
         agreement=agreement,
-        digest=digest,
+        keep=keep,
         detail={"form": form},
     )
 
@@ -321,6 +321,7 @@ def fp8_cases() -> list[Case]:
                     (step, step),
                     int(c_kind != "zero"),
                     agreement=MODEL,
+                    keep=OUTPUT,
                 )
             )
     return cases
@@ -516,9 +517,7 @@ def layout_cases() -> list[Case]:
         images = np.stack([exact_image(form.a, seed + i, 65536) for i in range(len(operands))])
         c = np.zeros((len(operands), form.registers, 128), np.uint32)
         fragments = exact_image(form.a, seed + 77, len(operands) * 2048).view(np.uint32).reshape(-1, 4, 128)
-        cases.append(
-            _case(f"layout/{name}", form, images, operands, c, scale=0, fragments=fragments, digest=True)
-        )
+        cases.append(_case(f"layout/{name}", form, images, operands, c, scale=0, fragments=fragments))
 
     for n in range(8, 257, 8):  # every N; S with 128-byte swizzle
         form = Form(n, "e4m3", "e4m3")
