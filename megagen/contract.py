@@ -14,7 +14,7 @@ from functools import cached_property
 from megagen.errors import ShapeError
 from megagen.shape import MoEShape
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_RANKS = 72  # one NVLink domain of today's largest systems
 SF_BLOCK = 128  # columns of K that share one activation scale factor, and the edge of a weight scale block
 REGION_ALIGN = 1024  # bytes; every region starts on it, so that bulk copies and 16-byte accesses are aligned
@@ -84,7 +84,8 @@ def lay_out(*entries: tuple[str, str, tuple[int, ...]], alignment: int = REGION_
 class Contract:
     """The cross-rank agreement for one layer shape.
 
-    `max_tokens` is the capacity per rank. `sf_group` is the number of intermediate columns that share one scale factor. `activation` is
+    `max_tokens` is the capacity per rank. `sf_group` is the number of intermediate columns that share one scale factor in
+    ``fp8_block`` (``mxfp8_mxfp4`` has one per 32). `activation` is
     the form of SiLU (``fast``: ex2/rcp approximations; ``exact``: expf and IEEE division); `clamp` limits gate from above and up on both
     sides before it, or is None.
     """
@@ -110,8 +111,11 @@ class Contract:
             )
         if self.format not in FORMATS:
             raise ShapeError(f"format={self.format!r} is none of {', '.join(FORMATS)}")
-        if self.format == "fp8_block" and self.sf_group != 128:
-            raise ShapeError(f"sf_group={self.sf_group}: fp8_block kernels are generated for sf_group=128 only")
+        if self.sf_group != 128:
+            raise ShapeError(
+                f"sf_group={self.sf_group}: fp8_block kernels are generated for sf_group=128 only, "
+                "and mxfp8_mxfp4 has no choice; leave it out"
+            )
         if self.activation not in ACTIVATIONS:
             raise ShapeError(f"activation={self.activation!r} is none of {', '.join(ACTIVATIONS)}")
         if self.clamp is not None and not self.clamp > 0:
@@ -133,18 +137,22 @@ class Contract:
 
         ``control``: word 0 is the abort word (rank + 1 of who stopped the launch, 0 if none), see `planning.protocol`.
         ``flags[source]``: barrier sequence number, released by that source.
-        ``recv_count[source][local expert]``: tokens that the source sends to the expert in this launch.
-        ``src_index[local expert][source][slot]``: low word token * K + k, high word the float32 routing weight (duplicates folded).
+        ``pending[token]``: expert outputs of this rank's token that are not home yet; zero between launches.
+        ``x_sf``: float32 per 128 columns, or four packed UE8M0, lowest columns in the lowest byte.
+        ``recv_count[launch parity][source][local expert]``: tokens that the source sends to the expert.
+        ``src_index[launch parity][local expert][source][slot]``: low word token * K + k, high word the float32
+        routing weight (duplicates folded).
         ``combine[k][token][H]``: bfloat16 expert outputs, pushed by the experts' ranks.
         """
         s, e, t, r = self.shape, self.local_experts, self.max_tokens, self.ranks
         return lay_out(
             ("control", "u32", (32,)),
             ("flags", "u32", (r,)),
-            ("recv_count", "u32", (r, e)),
-            ("src_index", "u64", (e, r, t)),
+            ("pending", "u32", (t,)),
+            ("recv_count", "u32", (2, r, e)),
+            ("src_index", "u64", (2, e, r, t)),
             ("x", "e4m3", (t, s.hidden)),
-            ("x_sf", "f32", (t, s.hidden // SF_BLOCK)),
+            ("x_sf", "f32" if self.format == "fp8_block" else "u32", (t, s.hidden // SF_BLOCK)),
             ("topk_ids", "i32", (t, s.top_k)),
             ("topk_weights", "f32", (t, s.top_k)),
             ("combine", "bf16", (s.top_k, t, s.hidden)),
@@ -178,6 +186,10 @@ class WeightLayout:
     c XOR (r mod 8)), K blocks of one row tile after each other, so that a pipeline stage is one contiguous run of 32 KiB. Gate and up
     rows are interleaved by 8. The rows of w2 are padded with zeros to whole tiles. Scale factors: one pair per (tile, K block); w13:
     (gate, up), w2: (first, second 128 rows).
+
+    Blackwell ``mxfp8_mxfp4``: row-major packed E2M1, since only a tensor map can unpack it; gate and up interleaved
+    and w2 padded likewise. Scale factors: per tile and K block, for each CTA of a pair its 128 rows' four packed
+    UE8M0, in the order of `planning.sm100.sf_offset`: a pipeline stage is one contiguous run of 512 bytes.
     """
 
     shape: MoEShape
@@ -200,6 +212,13 @@ class WeightLayout:
         """``w13``, ``w13_sf``, ``w2``, ``w2_sf``; each is its own tensor in practice, the offsets are not used."""
         h, i = self.shape.hidden // SF_BLOCK, self.shape.intermediate // SF_BLOCK
         e, n = self.local_experts, self.block_n
+        if self.format == "mxfp8_mxfp4":
+            return lay_out(
+                ("w13", "u8", (e, self.n_tiles13 * n, self.shape.hidden // 2)),
+                ("w13_sf", "u32", (e, self.n_tiles13, h, n // 128, 128)),
+                ("w2", "u8", (e, self.n_tiles2 * n, self.shape.intermediate // 2)),
+                ("w2_sf", "u32", (e, self.n_tiles2, i, n // 128, 128)),
+            )
         return lay_out(
             ("w13", "e4m3", (e, self.n_tiles13, h, n, SF_BLOCK)),
             ("w13_sf", "f32", (e, self.n_tiles13, h, 2)),
@@ -210,4 +229,5 @@ class WeightLayout:
     @property
     def name(self) -> str:
         """Identifies the layout in manifests: another name means that weights must be transformed again."""
-        return f"{self.format}-n{self.block_n}-k{SF_BLOCK}-swizzle128-gate8"
+        order = "swizzle128" if self.format == "fp8_block" else "packed-sf4x32"
+        return f"{self.format}-n{self.block_n}-k{SF_BLOCK}-{order}-gate8"

@@ -44,9 +44,14 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+def _divide(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, correctly rounded: by a Python number, torch multiplies with the reciprocal on CUDA."""
+    return x / torch.full((), divisor, device=x.device)
+
+
 def float32_scale(amax: torch.Tensor) -> torch.Tensor:
     """float32 SF of groups of E4M3 values with this largest magnitude."""
-    return amax.float().clamp(min=AMAX_FLOOR) / E4M3_MAX
+    return _divide(amax.float().clamp(min=AMAX_FLOOR), E4M3_MAX)
 
 
 def ue8m0_scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
@@ -56,7 +61,7 @@ def ue8m0_scale(amax: torch.Tensor, largest: float) -> torch.Tensor:
     """
     # The float32 quotient decides exactly: for both values of ``largest``, the next float above
     # largest * 2^n has a quotient that still rounds to something above 2^n.
-    bits = (amax.float().clamp(min=AMAX_FLOOR) / largest).view(torch.int32)
+    bits = _divide(amax.float().clamp(min=AMAX_FLOOR), largest).view(torch.int32)
     exponent = (bits >> 23) & 0xFF
     has_mantissa = (bits & 0x7FFFFF) != 0
     return (exponent + has_mantissa).clamp(max=255).to(torch.uint8)

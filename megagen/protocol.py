@@ -23,7 +23,7 @@ class Awaited(IntEnum):
     """What a wait awaits; `peer` of the record is a rank for the barriers, and a pool block or a pipeline stage for the others."""
 
     RANK_BEFORE_PULL = 1
-    RANK_BEFORE_COMBINE = 2
+    OUTPUTS_OF_TOKEN = 2
     TOKENS_OF_BLOCK = 3
     INTERMEDIATE_OF_BLOCK = 4
     FULL_STAGE = 5
@@ -31,12 +31,13 @@ class Awaited(IntEnum):
     TILE_TASK = 7
     PULLED_ROW = 8
     NUM_TOKENS_IN_RANGE = 9
+    TILE_NUMBER = 10
 
 
 class TraceState(IntEnum):
     """What a warp does from a trace record on, until its next record."""
 
-    COUNT = 1
+    PUBLISH = 1
     WAIT_RANKS = 2
     PULL = 3
     WAIT_ROWS = 4
@@ -46,9 +47,9 @@ class TraceState(IntEnum):
     L1_EPILOGUE = 8
     L2_LOOP = 9
     L2_EPILOGUE = 10
-    WAIT_RESULTS = 11
+    SIGNAL = 11
     COMBINE = 12
-    CLEAN_UP = 13
+    COMBINE_REST = 13
     END = 14
 
 
@@ -56,7 +57,7 @@ TRACE_CAPACITY = 512  # records per warp; later ones are dropped
 
 AWAITED_TEXT = {
     Awaited.RANK_BEFORE_PULL: "the routing counts of rank {peer}",
-    Awaited.RANK_BEFORE_COMBINE: "the expert outputs of rank {peer}",
+    Awaited.OUTPUTS_OF_TOKEN: "the expert outputs of token {peer}",
     Awaited.TOKENS_OF_BLOCK: "the token rows of pool block {peer}",
     Awaited.INTERMEDIATE_OF_BLOCK: "the intermediate rows of pool block {peer}",
     Awaited.FULL_STAGE: "the data of pipeline stage {peer}",
@@ -64,6 +65,7 @@ AWAITED_TEXT = {
     Awaited.TILE_TASK: "tile slot {peer}",
     Awaited.PULLED_ROW: "a token row pulled from rank {peer}",
     Awaited.NUM_TOKENS_IN_RANGE: "num_tokens within max_tokens",
+    Awaited.TILE_NUMBER: "the next tile's number",
 }
 
 

@@ -11,11 +11,22 @@ import jinja2
 
 from megagen import __version__, companion
 from megagen.contract import SF_BLOCK, Contract
-from megagen.planning.plan import BLOCK_K, BLOCK_N, MATH_WARPS, TILE_SLOTS, WARP_STAGING_BYTES, KernelPlan
+from megagen.planning.plan import (
+    BLOCK_K,
+    BLOCK_N,
+    EARLY_UNITS,
+    MATH_WARPS,
+    ORDER_SLOTS,
+    PULL_BUFFERS,
+    TILE_SLOTS,
+    WARP_STAGING_BYTES,
+    KernelPlan,
+)
 from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, Awaited, RoleId, TraceState, params_fields
 
 ENTRY = "megamoe"
 QUANTIZE_ENTRY = "quantize_inputs"
+POLL_NS = 200
 DRAIN_NS = 50_000  # far above the time that an issued bulk copy takes to land
 COMBINE_COLUMNS = (1024, 512, 256, 128)  # columns of one token per warp, the largest that divides the row
 
@@ -82,6 +93,7 @@ def render(plan: KernelPlan) -> str:
             math_threads=MATH_WARPS * 32,
             constants=constants(plan),
             params=params_fields(contract.ranks, plan.trace),
+            tile_order=plan.tile_order,
             tracing=plan.trace,
             status=STATUS_FIELDS,
         )
@@ -175,11 +187,10 @@ def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
                 Constant("TOKEN_TILE_BYTES", str(plan.token_tile_bytes), "token rows of a K block and their scale factors"),
                 Constant("TOKEN_STAGE_BYTES", str(plan.smem["token_stages"].shape[1]), "the same, aligned for the 128B swizzle"),
                 Constant("ROW_IMAGE_BYTES", str(plan.block_m * BLOCK_K), "the token rows alone"),
-                *((Constant("WARP_STAGING_BYTES", str(WARP_STAGING_BYTES), "16 rows of 128 bytes, 16 scale factors"),) if on_m else ()),
+                *((Constant("WARP_STAGING_BYTES", str(WARP_STAGING_BYTES), "16 rows of 128 bytes"),) if on_m else ()),
                 Constant("TILE_SLOTS", str(TILE_SLOTS), "tile tasks between token loader and math"),
                 Constant("L1_N_TILES", str(weights.n_tiles13)),
                 Constant("L2_N_TILES", str(weights.n_tiles2)),
-                Constant("L2_ARRIVALS", str(plan.l2_arrivals), "arrivals that make a block's intermediate rows complete"),
                 Constant("EXPERTS_PER_WAVE", str(plan.experts_per_wave)),
                 Constant("PULL_BYTES", str(plan.pull_bytes), "piece of a token row pulled at a time"),
                 *(
@@ -187,9 +198,18 @@ def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
                     if shape.hidden != plan.pull_bytes
                     else ()
                 ),
+                Constant("PULL_BUFFERS", str(PULL_BUFFERS), "token rows in flight per SM"),
+                Constant("ORDER_SLOTS", str(ORDER_SLOTS), "tile numbers between weight loader and token loader"),
+                Constant("SF_PER_LANE", str(-(-shape.hidden // SF_BLOCK // 32)), "scale factors of a token row per lane"),
                 Constant("RANKS_PER_LANE", str(-(-contract.ranks // 32)), "source ranks that a lane looks after"),
                 Constant("COMBINE_COLUMNS", str(columns), "columns of one token per warp"),
                 Constant("COMBINE_STEPS", str(max(1, columns // 256)), "steps of 256 columns"),
+                Constant("UNITS_PER_TOKEN", str(shape.hidden // columns)),
+                Constant("EARLY_UNITS", str(EARLY_UNITS), "units of an SM that may be combined while tiles are computed"),
+                Constant("EARLY_LOADS", str(min(shape.top_k, 4)), "rows in flight per warp then"),
+                Constant("LATE_LOADS", str(min(shape.top_k, 8)), "and at the end"),
+                Constant("LOOKS_PER_SCAN", "4", "looks for finished tiles per look for finished tokens"),
+                Constant("POLL_NS", str(POLL_NS), "ns between looks for work of the combine role"),
                 Constant("DRAIN_NS", str(DRAIN_NS), "ns, after a stop"),
             ),
         ),
@@ -198,26 +218,31 @@ def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
             (
                 Constant("THREADS", str(plan.threads)),
                 Constant("FULL_WARP", "~0u"),
-                Constant("FIRST_DISPATCH_WARP", str(roles["dispatch"].first_warp)),
+                Constant("LOAD_TOKENS_WARP", str(roles["load_tokens"].first_warp)),
+                Constant("DISPATCH_WARP", str(roles["dispatch"].first_warp)),
+                Constant("COMBINE_WARP", str(roles["combine"].first_warp)),
                 Constant("FIRST_MATH_WARP", str(roles["math"].first_warp)),
-                Constant("DISPATCH_WARPS", str(roles["dispatch"].warps)),
-                Constant("DISPATCH_THREADS", str(32 * roles["dispatch"].warps)),
                 Constant("MATH_WARPS", str(roles["math"].warps)),
                 Constant("MATH_THREADS", str(32 * roles["math"].warps)),
                 Constant("LOAD_REGISTERS", str(roles["load_tokens"].registers), "", "int"),
                 Constant("MATH_REGISTERS", str(roles["math"].registers), "", "int"),
                 Constant("BARRIER_COUNTS_KNOWN", "1", "all threads: the schedule can start"),
-                Constant("BARRIER_DISPATCH", "2", "dispatch role"),
-                Constant("BARRIER_MATH", "3", "math role"),
-                Constant("BARRIER_RESULTS_HOME", "4", "dispatch and math: barrier 2 has been passed"),
+                Constant("BARRIER_MATH", "2", "math role"),
+                Constant("BARRIER_ROLES_DONE", "3", "all threads: every role of this SM has left"),
                 *(
-                    (Constant("BARRIER_WARPGROUP", "5", "and 6, one per math warpgroup"),)
+                    (Constant("BARRIER_WARPGROUP", "4", "and 5, one per math warpgroup"),)
                     if not on_m
                     else ()
                 ),
             ),
         ),
-        ConstantGroup("shared memory, bytes", tuple(_offsets("SMEM", plan.smem.regions, f"{plan.smem.size} in all"))),
+        ConstantGroup(
+            "shared memory, bytes",
+            (
+                *_offsets("SMEM", plan.smem.regions, f"{plan.smem.size} in all"),
+                Constant("ZEROED_BYTES", str(plan.smem.size - plan.smem["cta_flags"].offset), "from SMEM_CTA_FLAGS on"),
+            ),
+        ),
         ConstantGroup(
             "symmetric buffer, bytes", tuple(_offsets("SYMM", contract.symm.regions, f"{contract.symm.size} in all", "u64"))
         ),
@@ -230,10 +255,13 @@ def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
                 Constant("LAUNCH_NUMBER", "0", "words of the launch region: launches completed on this buffer"),
                 Constant("LAUNCH_FAILURES", "1", "failures so far; the first is reported"),
                 Constant("LAUNCH_DROPPED", "2", "expert ids out of range so far"),
-                Constant("LAUNCH_ARRIVED", "4", "and 5: SMs that have reached barrier 1, barrier 2"),
-                Constant("CTA_FLAG_STOPPED", "0", "words of cta_flags: the token loader or a barrier gave up"),
-                Constant("CTA_FLAG_LAST", "1", "this SM arrived last at barrier 1"),
+                Constant("LAUNCH_PUBLISHED", "3", "SMs that have published their routes"),
+                Constant("LAUNCH_NEXT_TILE", "4", "tiles taken by SMs"),
+                Constant("LAUNCH_FINISHED", "5", "SMs all of whose roles have left"),
+                Constant("CTA_FLAG_STOPPED", "0", "words of cta_flags: a wait gave up"),
+                Constant("CTA_FLAG_LAST", "1", "this SM is the last of its rank"),
                 Constant("CTA_FLAG_STUCK", "2", "role, awaited and index of a phase that never completed, 0 if none"),
+                Constant("CTA_NEXT_UNIT", "3", "combine units handed out after the last tile"),
                 *(Constant(f"ROLE_{role.name}", str(int(role))) for role in RoleId if role != RoleId.LOAD_WEIGHTS),
                 *(Constant(f"AWAITED_{a.name}", str(int(a))) for a in Awaited),
                 *(_trace_constants() if plan.trace else ()),

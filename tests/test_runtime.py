@@ -1,36 +1,32 @@
-"""The runtime without a GPU: parameters, argument checks, error texts, and calls against a fake driver."""
+"""The runtime without a GPU: parameters, argument checks, error texts, and where kernels come from."""
 
 import ctypes
 import dataclasses
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_gpu import CPU, FakeStream, good
 
 from megagen import companion, errors
 from megagen.arch import Arch
-from megagen.compiler import CompiledKernel
 from megagen.contract import Contract
 from megagen.planning import PlanSet, make_plan
 from megagen.protocol import STATUS_FIELDS, Awaited, RoleId, params_fields, struct_offsets
-from megagen.runtime import driver, kernels, launch, layer, local, symmetric
+from megagen.runtime import driver, kernels, layer, local
 from megagen.runtime.arguments import ArgumentCheck
-from megagen.runtime.kernels import KernelBundle
 from megagen.runtime.layer import MegaMoE
 from megagen.runtime.params import ParamStruct
 from megagen.runtime.patience import wait_for_streams
+from megagen.runtime.peers import agree_on, together
 from megagen.runtime.status import StatusBlock
-from megagen.runtime.symmetric import SymmBuffer, check_same_contract
+from megagen.runtime.symmetric import SymmBuffer
 from megagen.runtime.topology import RankPlace, check_one_domain
 from megagen.shape import MoEShape
-from megagen.weights import random_experts
 
-CPU = torch.device("cpu")
 TINY = MoEShape.preset("tiny")
 CONTRACT = Contract(TINY, ranks=1, max_tokens=64)
 
@@ -99,16 +95,6 @@ def test_quantize_kernel_compiles_clean() -> None:
 # Argument checks
 
 
-def good(tokens: int = 4, **changes: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    arguments = {
-        "x": torch.zeros(tokens, 512, dtype=torch.bfloat16),
-        "x_sf": None,
-        "topk_ids": torch.zeros(tokens, 2, dtype=torch.int64),
-        "topk_weights": torch.zeros(tokens, 2),
-    }
-    return arguments | changes
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 64])
 def test_good_arguments_pass(tokens: int) -> None:
     check = ArgumentCheck(CONTRACT, CPU)
@@ -160,6 +146,13 @@ def test_bad_arguments_are_named(case: str) -> None:
     changes, message = BAD_ARGUMENTS[case]
     with pytest.raises(errors.InputError, match=message):
         ArgumentCheck(CONTRACT, CPU).tokens(**good(**changes))
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights"])
+@pytest.mark.parametrize("value", [None, [[1.0]], torch.zeros(4, 512).numpy()], ids=["None", "list", "array"])
+def test_what_is_no_tensor_is_named(name: str, value: object) -> None:
+    with pytest.raises(errors.InputError, match=f"{name} is a {type(value).__name__}"):
+        ArgumentCheck(CONTRACT, CPU).tokens(**good(**{name: value}))
 
 
 def test_too_many_tokens() -> None:
@@ -263,14 +256,34 @@ def test_groups_across_domains_are_refused(places: list[RankPlace], message: str
         check_one_domain(places)
 
 
+class FakePeers:
+    """Rank 0 of a group whose other ranks report these values."""
+
+    def __init__(self, *others: object) -> None:
+        self.rank, self.ranks, self.others = 0, 1 + len(others), others
+
+    def gather(self, value: object) -> list[object]:
+        return [value, *self.others]
+
+
 def test_contract_mismatch_names_ranks_and_values() -> None:
     other = dataclasses.replace(CONTRACT, max_tokens=128)
     same = (CONTRACT.hash, CONTRACT.to_dict())
-    check_same_contract([same, same])
-    with pytest.raises(
-        errors.ContractMismatch, match=r"ranks 0 and 2.*max_tokens: 64 on rank 0, 128 on rank 2"
-    ):
-        check_same_contract([same, same, (other.hash, other.to_dict())])
+    agree_on(CONTRACT, FakePeers(same, same))
+    message = r"ranks 0 and 2.*max_tokens: 64 on rank 0, 128 on rank 2"
+    with pytest.raises(errors.ContractMismatch, match=message):
+        agree_on(CONTRACT, FakePeers(same, (other.hash, other.to_dict())))
+
+
+def test_a_step_of_the_set_up_fails_on_all_ranks_or_none() -> None:
+    def fail() -> None:
+        raise errors.CacheError("no room")
+
+    assert together(FakePeers((2, "")), "counting", lambda: 1) == [1, 2]
+    with pytest.raises(errors.CacheError, match="no room"):
+        together(FakePeers((2, "")), "counting", fail)
+    with pytest.raises(errors.PeerAborted, match="rank 1 failed while counting: no room"):
+        together(FakePeers((None, "no room")), "counting", lambda: 1)
 
 
 def test_shares_of_sms() -> None:
@@ -282,28 +295,6 @@ def test_shares_of_sms() -> None:
 
 
 # Waiting
-
-
-class FakeStream:
-    """A stream whose work is done after some polls; never, if ``polls`` is None."""
-
-    def __init__(self, polls: int | None) -> None:
-        self.polls, self.cuda_stream = polls, 0
-
-    def record_event(self) -> "FakeStream":
-        return self
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait_event(self, event: object) -> None:
-        pass
-
-    def query(self) -> bool:
-        if self.polls is None:
-            return False
-        self.polls -= 1
-        return self.polls < 0
 
 
 def test_wait_ends_when_the_work_does() -> None:
@@ -343,262 +334,6 @@ def test_planning_and_rendering_do_not_import_torch() -> None:
 def test_experts_must_divide() -> None:
     with pytest.raises(errors.ShapeError, match="not divisible"):
         MegaMoE.local_group(TINY, ranks=3, max_tokens=8)
-
-
-# Calls against a fake driver
-
-
-class FakeDriver:
-    """cuda-python's driver module with calls that need no GPU; records launches as (grid, params, stream)."""
-
-    def __init__(self) -> None:
-        from cuda.bindings import driver as real
-
-        self._real = real
-        self.launches: list[SimpleNamespace] = []
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("cu") and name != "cuuint32_t" and name != "cuuint64_t":
-            return lambda *arguments: (self._real.CUresult.CUDA_SUCCESS, 1)
-        return getattr(self._real, name)
-
-    def cuLaunchKernelEx(self, config: object, function: object, pointers: int, extra: int) -> tuple[object]:
-        struct = ctypes.c_uint64.from_address(pointers).value
-        fields = companion.QUANTIZE_FIELDS if not config.numAttrs else params_fields(self.ranks)
-        offsets, size = struct_offsets(fields)
-        packed = ctypes.string_at(struct, size)
-        values = {
-            f.name: int.from_bytes(packed[offsets[f.name] :][: min(f.size, 8)], "little") for f in fields
-        }
-        self.launches.append(
-            SimpleNamespace(
-                grid=config.gridDimX,
-                threads=config.blockDimX,
-                shared=config.sharedMemBytes,
-                cooperative=bool(config.numAttrs),
-                params=SimpleNamespace(**values),
-            )
-        )
-        return (self._real.CUresult.CUDA_SUCCESS,)
-
-
-def fake_kernel(name: str) -> CompiledKernel:
-    resources = dict.fromkeys(("registers", "stack", "spill_stores", "spill_loads", "static_shared"), 0)
-    return CompiledKernel(
-        name, "sm_90a", "entry", b"", "", "", nvrtc="", options=(), compile_ms=0.0, **resources
-    )
-
-
-def fake_compile(plans: PlanSet, contract: Contract, arch: Arch) -> KernelBundle:
-    return KernelBundle(plans, tuple(fake_kernel(plan.name) for plan in plans.plans), fake_kernel("quantize"))
-
-
-class FakeProgress:
-    def __init__(self, launches: torch.Tensor, abort: torch.Tensor, stream: FakeStream) -> None:
-        self.launches, self.aborted_by = lambda: int(launches), lambda: int(abort)
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    driver_module = FakeDriver()
-    driver_module.ranks = 1
-
-    class FakeGpu(driver.Gpu):
-        device = CPU
-
-    for module in (driver, launch):
-        monkeypatch.setattr(module, "bindings", lambda: driver_module)
-    for module in (symmetric, local):
-        monkeypatch.setattr(module, "private_stream", lambda *_: FakeStream(0))
-        monkeypatch.setattr(module, "require_gpu", lambda device: FakeGpu(0, "fake", Arch.get("sm90"), 132))
-    monkeypatch.setattr(symmetric, "Progress", FakeProgress)
-    monkeypatch.setattr(kernels, "_compile", fake_compile)
-    monkeypatch.delenv(kernels.KERNELS_VARIABLE, raising=False)
-    for name in ("current_stream", "default_stream", "ExternalStream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: FakeStream(0))
-    driver._load.cache_clear()
-    yield driver_module
-    driver._load.cache_clear()
-
-
-@pytest.fixture
-def moe(fake: FakeDriver) -> MegaMoE:
-    made = MegaMoE(TINY, max_tokens=64, num_sms=7, timeout=2.0)
-    made.load_weights(*random_experts(TINY, range(8)))
-    return made
-
-
-def call_arguments(tokens: int) -> list[torch.Tensor]:
-    return [t for t in good(tokens).values() if t is not None]
-
-
-def test_a_call_launches_companion_and_kernel(moe: MegaMoE, fake: FakeDriver) -> None:
-    x, ids, weights = call_arguments(5)
-    y = moe(x, ids, weights)
-    quantize, kernel = fake.launches
-    assert y.shape == (5, 512) and y.dtype == BF16
-    assert not quantize.cooperative and quantize.grid == companion.quantize_ctas(512, 5, 132)
-    q = quantize.params
-    assert (q.x, q.x_sf, q.row_bytes, q.topk_ids, q.topk_weights) == (
-        x.data_ptr(),
-        0,
-        1024,
-        ids.data_ptr(),
-        weights.data_ptr(),
-    )
-    assert (q.num_tokens, q.num_tokens_ptr, q.ids_are_int64, q.weights_are_bf16) == (5, 0, 1, 0)
-    plan, p = moe.launcher_for(5).plan, kernel.params
-    assert (kernel.grid, kernel.threads, kernel.shared) == (7, plan.threads, plan.smem.size)
-    assert kernel.cooperative
-    assert (p.output, p.num_tokens, p.num_tokens_ptr) == (y.data_ptr(), 5, 0)
-    assert (p.timeout_ns, p.rank, p.offsets) == (2_000_000_000, 0, 0)
-    assert p.symm == q.symm == moe.buffer.symm_address
-    assert p.w13 != 0 and p.w2_sf != 0
-
-
-def test_inputs_in_place_need_no_copy(moe: MegaMoE, fake: FakeDriver) -> None:
-    views = moe.inputs(3)
-    moe((views.x, views.x_sf), views.topk_ids, views.topk_weights)
-    assert [launch.cooperative for launch in fake.launches] == [True]
-    moe((views.x, views.x_sf), views.topk_ids.clone(), views.topk_weights)
-    assert [launch.cooperative for launch in fake.launches] == [True, False, True]
-
-
-def test_a_rank_without_tokens_still_launches(moe: MegaMoE, fake: FakeDriver) -> None:
-    assert moe(*call_arguments(0)).shape == (0, 512)
-    assert [launch.cooperative for launch in fake.launches] == [True]
-
-
-def test_num_tokens_on_host_and_device(moe: MegaMoE, fake: FakeDriver) -> None:
-    moe(*call_arguments(8), num_tokens=3)
-    assert [launch.params.num_tokens for launch in fake.launches] == [3, 3]
-    fake.launches.clear()
-    count = torch.tensor([3], dtype=torch.int32)
-    moe(*call_arguments(8), num_tokens=count)
-    counts = [(launch.params.num_tokens, launch.params.num_tokens_ptr) for launch in fake.launches]
-    assert counts == [(8, count.data_ptr())] * 2
-
-
-def test_token_count_selects_the_plan(moe: MegaMoE, fake: FakeDriver) -> None:
-    moe.prepare()
-    assert len({moe.launcher_for(tokens).plan.block_m for tokens in (1, 64)}) > 1
-    for tokens in (1, 64):
-        moe(*call_arguments(tokens))
-        assert fake.launches[-1].shared == moe.launcher_for(tokens).plan.smem.size
-
-
-def test_weights_are_loaded_in_place_again(moe: MegaMoE, fake: FakeDriver) -> None:
-    moe(*call_arguments(1))
-    before, first = fake.launches[-1].params.w13, moe._weights.w13.clone()
-    moe.load_weights(*random_experts(TINY, range(8), seed=1))
-    moe(*call_arguments(1))
-    assert fake.launches[-1].params.w13 == before
-    assert not torch.equal(moe._weights.w13, first)
-
-
-def test_weights_in_kernel_layout_are_used_as_they_are(moe: MegaMoE, fake: FakeDriver) -> None:
-    other = MegaMoE(TINY, buffer=moe.buffer)
-    other.use_weights(moe._weights)
-    other(*call_arguments(1))
-    assert fake.launches[-1].params.w13 == moe._weights.w13.data_ptr()
-    with pytest.raises(errors.InputError, match="w2 has shape"):
-        other.use_weights(moe._weights._replace(w2=moe._weights.w2[:4]))
-
-
-def test_errors_stop_the_next_call_until_reset(moe: MegaMoE, fake: FakeDriver) -> None:
-    moe(*call_arguments(1))
-    launched = len(fake.launches)
-    moe.buffer.status.words[STATUS_WORDS["role"]] = RoleId.MATH
-    moe.buffer.status.words[StatusBlock.CODE] = Awaited.FULL_STAGE
-    for act in (moe.check, lambda: moe(*call_arguments(1))):
-        with pytest.raises(errors.MegaMoETimeout, match="pipeline stage"):
-            act()
-    assert len(fake.launches) == launched
-    moe.buffer.symm_view("flags").fill_(3)
-    moe.reset()
-    assert moe.buffer.symm_view("flags").abs().sum() == 0
-    moe.check()
-    moe(*call_arguments(1))
-    assert len(fake.launches) == launched + 2
-
-
-def test_check_sees_a_peers_abort(moe: MegaMoE) -> None:
-    moe.check()
-    moe.buffer.symm_view("control")[0] = 1
-    with pytest.raises(errors.PeerAborted, match="rank 0"):
-        moe.check()
-
-
-def test_check_notices_a_grid_that_never_starts(moe: MegaMoE, monkeypatch: pytest.MonkeyPatch) -> None:
-    moe(*call_arguments(1))
-    monkeypatch.setattr(symmetric, "START_MARGIN_S", 0.0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: FakeStream(None))
-    moe.timeout = 0.02
-    with pytest.raises(errors.MegaMoETimeout, match="7 CTAs fit"):
-        moe.check()
-
-
-def test_calls_before_weights_are_refused(fake: FakeDriver) -> None:
-    with pytest.raises(errors.InputError, match="load_weights"):
-        MegaMoE(TINY, max_tokens=8)(*call_arguments(1))
-
-
-def test_layers_share_a_buffer_of_their_shape_only(fake: FakeDriver) -> None:
-    buffer = SymmBuffer(TINY, max_tokens=64)
-    first, second = MegaMoE(TINY, buffer=buffer), MegaMoE(TINY, buffer=buffer, clamp=7.0)
-    assert first.buffer is second.buffer
-    assert first.memory_bytes()["symmetric"] == buffer.contract.symm.size
-    with pytest.raises(errors.InputError, match="buffer is for"):
-        MegaMoE(MoEShape(512, 512, 16, 2), buffer=buffer)
-    with pytest.raises(errors.InputError, match="max_tokens=8"):
-        MegaMoE(TINY, buffer=buffer, max_tokens=8)
-
-
-def test_a_plan_that_needs_more_workspace_is_refused(fake: FakeDriver) -> None:
-    small = SymmBuffer(TINY, max_tokens=8)
-    larger = make_plan(Contract(TINY, 1, 640))
-    with pytest.raises(errors.InputError, match=larger.name):
-        small.require_room(larger)
-
-
-@pytest.mark.parametrize("num_sms", [0, 133])
-def test_num_sms_is_checked(fake: FakeDriver, num_sms: int) -> None:
-    with pytest.raises(errors.InputError, match=f"num_sms={num_sms}"):
-        MegaMoE(TINY, max_tokens=8, num_sms=num_sms)
-
-
-def test_forced_plans_serve_every_count(fake: FakeDriver) -> None:
-    plan = make_plan(CONTRACT, block_m=32)
-    moe = MegaMoE(TINY, max_tokens=64, plan=plan)
-    assert {moe.launcher_for(tokens).plan.hash for tokens in (0, 1, 64)} == {plan.hash}
-    with pytest.raises(errors.PlanError, match="contract"):
-        MegaMoE(TINY, max_tokens=32, plan=plan).prepare()
-
-
-def test_local_group_maps_ranks_into_each_other(fake: FakeDriver) -> None:
-    fake.ranks = 4
-    group = MegaMoE.local_group(TINY, ranks=4, max_tokens=16)
-    group.load_weights(random_experts(TINY, range(8)))
-    calls = [call_arguments(tokens) for tokens in (3, 0, 16, 1)]
-    outputs = group(*zip(*calls))
-    assert [len(y) for y in outputs] == [3, 0, 16, 1]
-    launched = [launch for launch in fake.launches if launch.cooperative]
-    assert [launch.params.rank for launch in launched] == [0, 1, 2, 3]
-    assert [launch.grid for launch in launched] == [33] * 4
-    bases = [buffer.symm_address for buffer in group.buffers]
-    assert group.buffers[2].offsets == [base - bases[2] for base in bases]
-    group.check()
-
-
-def test_operator_shows_compiled_graphs_the_right_output() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from megagen.runtime.ops import moe_forward
-
-    with FakeTensorMode():
-        x, ids, weights = call_arguments(4)
-        y = moe_forward(x, None, ids, weights, None, None, 0)
-    assert y.shape == (4, 512) and y.dtype == BF16
 
 
 # Where kernels come from

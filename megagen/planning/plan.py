@@ -16,13 +16,16 @@ from megagen.contract import DTYPE_BYTES, SF_BLOCK, Contract, Layout, Region, We
 from megagen.errors import PlanError
 
 OperandOrder = Literal["tokens_on_m", "tokens_on_n"]
+TileOrder = Literal["m_first", "n_first"]
 
 BLOCK_N = 256  # weight rows of a tile: one SF group of 128 intermediate columns, gate and up
 BLOCK_K = 128  # bytes of K per pipeline stage, one scale block
 TILE_SLOTS = 4  # tile tasks that the token loader may publish ahead of the math role
-DISPATCH_WARPS = 2
+ORDER_SLOTS = 2  # tile numbers that the weight loader may be ahead of the token loader
+PULL_BUFFERS = 2  # token rows that a dispatch warp has in flight
+EARLY_UNITS = 1024  # combine units of an SM that may be combined while tiles are still computed
 MATH_WARPS = 8
-WARP_STAGING_BYTES = 16 * 128 + 128  # 16 rows of 128 bytes and 16 scale factors, 128-byte aligned
+WARP_STAGING_BYTES = 16 * 128  # 16 rows of 128 bytes
 LADDER = (16, 32, 64, 128)  # BLOCK_M values of sm90
 LARGEST_BLOCK_M = LADDER[-1]
 SMALLEST_BLOCK_M = LADDER[0]
@@ -67,7 +70,8 @@ class KernelPlan:
 
     `block_m`: token rows of a tile. `operand_order`: ``tokens_on_m`` gives each math warpgroup 64 token rows of the tile,
     ``tokens_on_n`` (A and B swapped) gives it 128 weight rows. `stages`: depth of the load pipeline. `experts_per_wave`: experts whose L1
-    tiles precede their L2 tiles. `pull_bytes`: piece of a token row that a dispatch warp copies at a time. `trace`: the kernel records what each warp does.
+    tiles precede their L2 tiles. `pull_bytes`: piece of a token row that a dispatch warp copies at a time. `tile_order`: which
+    index of an expert's tiles runs fastest. `trace`: the kernel records what each warp does.
     """
 
     contract: Contract
@@ -79,6 +83,7 @@ class KernelPlan:
     pull_bytes: int
     roles: tuple[Role, ...]
     expected_tokens: int
+    tile_order: TileOrder = "m_first"
     trace: bool = False
     choices: tuple[Choice, ...] = field(default=(), compare=False)
 
@@ -89,8 +94,14 @@ class KernelPlan:
         return 32 * sum(role.warps for role in self.roles)
 
     @property
-    def dispatch_warps(self) -> int:
-        return DISPATCH_WARPS
+    def ladder(self) -> tuple[int, ...]:
+        """The values of `block_m` that this architecture's kernels exist for."""
+        return LADDER
+
+    @property
+    def cluster(self) -> int:
+        """CTAs per cluster; a cluster works on one tile."""
+        return 1
 
     @property
     def weight_layout(self) -> WeightLayout:
@@ -112,11 +123,6 @@ class KernelPlan:
     @property
     def max_blocks(self) -> int:
         return self.pool_rows // self.block_m
-
-    @property
-    def l2_arrivals(self) -> int:
-        """Arrivals on a block's L2 counter that make its intermediate rows complete: per L1 tile one of each warp, or one in all."""
-        return self.weight_layout.n_tiles13 * (MATH_WARPS if self.operand_order == "tokens_on_m" else 1)
 
     @cached_property
     def smem(self) -> Layout:
@@ -151,25 +157,35 @@ class KernelPlan:
         return json.dumps(
             {
                 "schema_version": 1,
-                "name": self.name,
-                "hash": self.hash,
-                "contract_hash": self.contract.hash,
-                "weight_layout": self.weight_layout.name,
                 **self._identity(),
                 "expected_tokens": self.expected_tokens,
                 "choices": [asdict(c) for c in self.choices],
-                "shared_memory": [asdict(r) for r in self.smem.regions],
-                "shared_memory_bytes": self.smem.size,
+                **self._derived(),
             },
             indent=1,
         )
 
+    def _derived(self) -> dict[str, Any]:
+        """What a plan file says besides the decisions; `from_json` compares it."""
+        return {
+            "name": self.name,
+            "hash": self.hash,
+            "contract_hash": self.contract.hash,
+            "weight_layout": self.weight_layout.name,
+            "pool_rows": self.pool_rows,
+            "shared_memory": [{**asdict(r), "shape": list(r.shape)} for r in self.smem.regions],
+            "shared_memory_bytes": self.smem.size,
+        }
+
     @classmethod
     def from_json(cls, text: str) -> KernelPlan:
-        """Inverse of `to_json`; refuses a file whose decisions and hash disagree."""
+        """Inverse of `to_json`, whatever the architecture; refuses a file that was edited in part.
+
+        Raises PlanError for a field that is missing, of the wrong kind, or not what follows from the decisions (the hash, the map).
+        """
         values = json.loads(text)
         try:
-            plan = cls(
+            plan = plan_form(values["arch"])(
                 contract=Contract.from_dict(values["contract"]),
                 arch=values["arch"],
                 operand_order=values["operand_order"],
@@ -179,31 +195,31 @@ class KernelPlan:
                 pull_bytes=values["pull_bytes"],
                 roles=tuple(Role(**role) for role in values["roles"]),
                 expected_tokens=values["expected_tokens"],
+                tile_order=values["tile_order"],
                 trace=values["trace"],
                 choices=tuple(Choice(**choice) for choice in values["choices"]),
             )
         except KeyError as missing:
             raise PlanError(f"plan file lacks the field {missing}; generate it again with `megagen plan --json`") from None
+        except (TypeError, AttributeError, ValueError) as error:
+            raise PlanError(f"plan file: {error}; generate it again with `megagen plan --json`") from error
         plan.validate()
-        if values.get("hash", plan.hash) != plan.hash:
-            raise PlanError(
-                f"plan file: its hash {values['hash'][:8]} is not that of its contents, {plan.hash[:8]}; "
-                "remove the hash after editing a plan by hand"
-            )
+        for name, own in plan._derived().items():
+            if values.get(name, own) != own:
+                raise PlanError(
+                    f"plan file: its {name} is not what follows from its decisions ({str(own)[:80]}); "
+                    f"remove {name} after editing a plan by hand"
+                )
         return plan
 
     def validate(self) -> None:
         """Raises PlanError naming the constraint that this plan breaks; a plan that passes fits the machine."""
         arch = Arch.get(self.arch)
-        if self.arch != "sm90" or self.contract.format != "fp8_block":
-            raise PlanError(f"arch={self.arch!r}, format={self.contract.format!r}: this plan form is sm90 with fp8_block")
-        if self.block_m not in LADDER:
-            raise PlanError(f"block_m={self.block_m} is none of {LADDER}")
-        if (self.operand_order == "tokens_on_m") != (self.block_m == 128):
-            raise PlanError(
-                f"operand_order={self.operand_order!r} with block_m={self.block_m}: tokens_on_m tiles have 128 rows "
-                "(64 per math warpgroup), tokens_on_n tiles 16, 32 or 64"
-            )
+        for name in ("block_m", "stages", "experts_per_wave", "pull_bytes"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise PlanError(f"{name}={value!r}: give a positive integer")
+        self._check_form()
         if self.stages < 2:
             raise PlanError(f"stages={self.stages}: the load pipeline needs at least 2")
         if self.smem.size > arch.max_shared_bytes_per_block:
@@ -219,10 +235,35 @@ class KernelPlan:
             raise PlanError(
                 f"pull_bytes={self.pull_bytes} must divide the row of {self.contract.shape.hidden} bytes, in multiples of 16"
             )
+        for role in self.roles:
+            if role.registers % arch.register_step or not arch.min_setmaxnreg <= role.registers <= arch.max_setmaxnreg:
+                raise PlanError(
+                    f"registers: role {role.name} asks for {role.registers}, setmaxnreg takes multiples of {arch.register_step} "
+                    f"from {arch.min_setmaxnreg} to {arch.max_setmaxnreg}"
+                )
         granted = sum(role.registers * role.warps * 32 for role in self.roles)
         launched = arch.launch_registers(self.threads) * self.threads
         if granted > launched:
             raise PlanError(f"registers: the roles ask for {granted}, the launch of {self.threads} threads allocates {launched}")
+
+    def _check_form(self) -> None:
+        """The part of `validate` that belongs to the architecture."""
+        if self.arch != "sm90" or self.contract.format != "fp8_block":
+            raise PlanError(f"arch={self.arch!r}, format={self.contract.format!r}: this plan form is sm90 with fp8_block")
+        if self.block_m not in LADDER:
+            raise PlanError(f"block_m={self.block_m} is none of {LADDER}")
+        if (self.operand_order == "tokens_on_m") != (self.block_m == 128):
+            raise PlanError(
+                f"operand_order={self.operand_order!r} with block_m={self.block_m}: tokens_on_m tiles have 128 rows "
+                "(64 per math warpgroup), tokens_on_n tiles 16, 32 or 64"
+            )
+
+
+def plan_form(arch: str) -> type[KernelPlan]:
+    """The class of an architecture's plans."""
+    from megagen.planning.sm100 import ARCHS, Sm100Plan  # here, since it derives from KernelPlan
+
+    return Sm100Plan if arch in ARCHS else KernelPlan
 
 
 def token_tile_bytes(block_m: int) -> int:
@@ -240,14 +281,14 @@ def cta_smem(contract: Contract, operand_order: OperandOrder, block_m: int, stag
     """Shared memory of one CTA; see the region names in the generated source."""
     experts = contract.local_experts
     on_m = operand_order == "tokens_on_m"
-    # Output staging: 16 rows and their scale factors per math warp, or 128 bytes per token and warpgroup. Routes are counted in it before.
+    # Output staging: 16 rows per math warp, or 128 bytes per token and warpgroup. Routes are counted in it before.
     staging = max(MATH_WARPS * WARP_STAGING_BYTES if on_m else 2 * block_m * 128, contract.shape.experts * 4)
     amax = () if on_m else (("amax", "f32", (MATH_WARPS, block_m), 16), ("inverse_sf", "f32", (block_m,), 16))
     return smem_layout(
         ("weight_stages", "u8", (stages, BLOCK_N * BLOCK_K), 1024),
         ("token_stages", "u8", (stages, align_up(token_tile_bytes(block_m), 1024)), 1024),
         ("staging", "u8", (staging,), 128),
-        ("pull", "u8", (DISPATCH_WARPS, pull_bytes), 128),
+        ("pull", "u8", (PULL_BUFFERS, pull_bytes), 128),
         *amax,
         ("expert_count", "u32", (experts,), 16),
         ("expert_block", "u32", (experts,), 16),
@@ -256,8 +297,14 @@ def cta_smem(contract: Contract, operand_order: OperandOrder, block_m: int, stag
         ("empty", "u64", (stages,), 8),
         ("tile_full", "u64", (TILE_SLOTS,), 8),
         ("tile_empty", "u64", (TILE_SLOTS,), 8),
-        ("pulled", "u64", (DISPATCH_WARPS,), 8),
+        ("tile_stored", "u64", (TILE_SLOTS,), 8),
+        ("order_full", "u64", (ORDER_SLOTS,), 8),
+        ("order_empty", "u64", (ORDER_SLOTS,), 8),
+        ("order", "u32", (ORDER_SLOTS,), 8),
+        ("pulled", "u64", (PULL_BUFFERS,), 8),
+        # From here on the kernel zeroes everything at its start.
         ("cta_flags", "u32", (4,), 16),
+        ("claimed_units", "u32", (EARLY_UNITS // 32,), 16),
         *((("trace_count", "u32", (12,), 16),) if trace else ()),
     )
 
@@ -277,6 +324,7 @@ def local_layout(contract: Contract, block_m: int) -> Layout:
         ("send_count", "u32", (shape.experts,)),
         ("l1_arrival", "u32", (blocks,)),
         ("l2_arrival", "u32", (blocks,)),
+        ("l2_finished", "u32", (blocks,)),
         ("row_source", "u64", (rows,)),
         ("row_weight", "f32", (rows,)),
         ("l1_tiles", "u8", (rows // block_m, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),

@@ -36,6 +36,20 @@ class ArgumentCheck:
         Raises:
             InputError: names the argument that does not fit.
         """
+        try:
+            return self._tokens(x, x_sf, topk_ids, topk_weights)
+        except AttributeError:
+            for name, value in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+                _require_tensor(name, value)
+            raise
+
+    def _tokens(
+        self,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> int:
         device = self._device
         shape = x.shape
         if (
@@ -116,6 +130,7 @@ class ArgumentCheck:
         return x.stride(0) * x.element_size() if tokens > 1 else 0
 
     def _explain_x(self, x: torch.Tensor, x_sf: torch.Tensor | None) -> NoReturn:
+        _require_tensor("x", x)
         if x_sf is None and x.dtype is torch.float8_e4m3fn:
             raise InputError(f"x has dtype {x.dtype} but no scale factors; give x=(values, scale factors)")
         dtype = torch.bfloat16 if x_sf is None else torch.float8_e4m3fn
@@ -125,6 +140,7 @@ class ArgumentCheck:
         self, name: str, tensor: torch.Tensor, shape: tuple[int | str, ...], dtypes: tuple[torch.dtype, ...]
     ) -> NoReturn:
         """Say in what a tensor differs from what is wanted."""
+        _require_tensor(name, tensor)
         wanted = f"[{', '.join(map(str, shape))}]"
         if tensor.device != self._device:
             raise InputError(f"{name} is on {tensor.device}, the layer on {self._device}; move it there")
@@ -138,3 +154,8 @@ class ArgumentCheck:
             f"{name} {wanted} has strides {tensor.stride()} and starts at {tensor.data_ptr():#x}; it must be "
             f"contiguous and start at a multiple of {ROW_ALIGN} bytes: give {name}.contiguous()"
         )
+
+
+def _require_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"{name} is a {type(value).__name__}; give a torch.Tensor")

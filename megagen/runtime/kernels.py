@@ -39,17 +39,15 @@ def bundle_kernels(
 
     Args:
         sms: SMs to plan for.
-        plan: use this one for every token count.
+        plan: use this one, which is for this contract and architecture, for every token count.
         directory: folder of kernels built ahead of time; default: ``MEGAGEN_KERNELS``.
         jit: whether to compile what is not there; default: only if there is no folder.
 
     Raises:
         CacheError: a kernel is missing from the folder, or the cache can't be written.
         CompileError, DeviceError: the kernel does not compile, or NVRTC can't be loaded.
-        PlanError: no plan exists, or ``plan`` is for another contract or architecture.
+        PlanError: no plan exists.
     """
-    if plan is not None:
-        check_forced_plan(plan, contract, arch)
     directory = directory or os.environ.get(KERNELS_VARIABLE) or None
     if directory is None:
         if jit is False:

@@ -11,7 +11,7 @@ import torch
 
 from megagen.companion import QUANTIZE_FIELDS, THREADS, quantize_ctas
 from megagen.compiler import CompiledKernel
-from megagen.errors import DeviceError, PlanError
+from megagen.errors import DeviceError
 from megagen.planning import KernelPlan
 from megagen.protocol import TRACE_CAPACITY, Field, params_fields
 from megagen.runtime.driver import Gpu, bindings, expect_success, load_kernel, make_current
@@ -30,7 +30,6 @@ class Launcher:
         *,
         threads: int,
         ctas: int = 1,
-        cluster: int = 1,
         shared_bytes: int = 0,
         cooperative: bool = False,
     ) -> None:
@@ -38,7 +37,7 @@ class Launcher:
         self._gpu = gpu
         self._function = load_kernel(kernel, gpu, threads=threads, shared_bytes=shared_bytes)
         self.params = ParamStruct(fields)
-        self.config = _configuration(ctas, threads, shared_bytes, cluster, cooperative)
+        self.config = _configuration(ctas, threads, shared_bytes, cooperative)
         self._stream = 0
         self._launch = bindings().cuLaunchKernelEx
 
@@ -79,17 +78,12 @@ class MoELauncher(Launcher):
         self, plan: KernelPlan, kernel: CompiledKernel, buffer: SymmBuffer, *, sms: int, timeout_s: float
     ) -> None:
         buffer.require_room(plan)
-        if sms < plan.cluster:
-            raise PlanError(
-                f"plan={plan.name} has clusters of {plan.cluster} CTAs; give num_sms={plan.cluster} or more"
-            )
         super().__init__(
             kernel,
             params_fields(plan.contract.ranks, plan.trace),
             buffer.gpu,
             threads=plan.threads,
-            ctas=sms // plan.cluster * plan.cluster,
-            cluster=plan.cluster,
+            ctas=sms,
             shared_bytes=plan.smem.size,
             cooperative=True,
         )
@@ -172,21 +166,15 @@ class QuantizeLauncher(Launcher):
         self.launch(stream)
 
 
-def _configuration(ctas: int, threads: int, shared_bytes: int, cluster: int, cooperative: bool) -> Any:
+def _configuration(ctas: int, threads: int, shared_bytes: int, cooperative: bool) -> Any:
     driver = bindings()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_bytes
-    attributes = []
     if cooperative:
-        attributes.append(driver.CUlaunchAttribute())
-        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        attributes[-1].value.cooperative = 1
-    if cluster > 1:
-        attributes.append(driver.CUlaunchAttribute())
-        attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        size = attributes[-1].value.clusterDim
-        size.x, size.y, size.z = cluster, 1, 1
-    config.attrs, config.numAttrs = attributes, len(attributes)
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        config.attrs, config.numAttrs = [attribute], 1
     return config

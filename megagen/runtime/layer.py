@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 
 from megagen.contract import DTYPE_BYTES, Contract, WeightLayout
-from megagen.errors import InputError, MegagenError, PeerAborted
+from megagen.errors import InputError
 from megagen.planning import KernelPlan
 from megagen.planning.plan import BLOCK_N
 from megagen.runtime import ops
 from megagen.runtime.arguments import ArgumentCheck
-from megagen.runtime.kernels import bundle_kernels
+from megagen.runtime.kernels import bundle_kernels, check_forced_plan
 from megagen.runtime.launch import MoELauncher, QuantizeLauncher
+from megagen.runtime.peers import agree_on, together
 from megagen.runtime.status import StatusBlock
-from megagen.runtime.symmetric import Inputs, SymmBuffer, check_same_contract, host_limit
+from megagen.runtime.symmetric import Inputs, SymmBuffer, host_limit
 from megagen.shape import MoEShape
 from megagen.weights import (
     ExpertWeights,
@@ -103,6 +104,8 @@ class MegaMoE:
             shape, base.ranks, base.max_tokens, base.format, activation=activation, clamp=clamp
         )
         self.num_sms = check_num_sms(num_sms, buffer.gpu.sms)
+        if plan is not None:
+            check_forced_plan(plan, self.contract, buffer.gpu.arch)
         self.timeout, self.debug = timeout, debug
         self._source: dict[str, Any] = {"plan": plan, "directory": kernels, "jit": jit}
         self._weights: KernelWeights | None = None
@@ -177,21 +180,11 @@ class MegaMoE:
         """
         if self._launchers:
             return
-        problem: MegagenError | None = None
-        try:
-            self._load_kernels()
-        except MegagenError as error:
-            problem = error
         peers = self.buffer.peers
-        reports = peers.gather((self.contract.hash, self.contract.to_dict(), str(problem or "")))
+        agree_on(self.contract, peers)
         try:
-            check_same_contract([(hash_, contract) for hash_, contract, _ in reports])
-            if problem is not None:
-                raise problem
-            for rank, (_, _, text) in enumerate(reports):
-                if text:
-                    raise PeerAborted(f"rank {rank} has no kernel: {text}")
-        except MegagenError:
+            together(peers, "preparing its kernels", self._load_kernels)
+        except Exception:
             self._launchers, self._quantize = [], None
             raise
         self._connect()

@@ -9,6 +9,7 @@ from typing import Any, overload
 import torch
 
 from megagen.errors import InputError, MegagenError, PeerAborted
+from megagen.planning import KernelPlan
 from megagen.runtime.driver import private_stream, require_gpu
 from megagen.runtime.layer import MegaMoE, Tokens
 from megagen.runtime.symmetric import PROBE_STREAM, SymmBuffer
@@ -39,7 +40,7 @@ class LocalGroup(Sequence[MegaMoE]):
         ranks: int,
         max_tokens: int,
         num_sms: int | Sequence[int] | None = None,
-        plan: Any = None,
+        plan: KernelPlan | Sequence[KernelPlan] | None = None,
         buffers: Sequence[SymmBuffer] | None = None,
         device: torch.device | str | int | None = None,
         **options: Any,
@@ -49,7 +50,7 @@ class LocalGroup(Sequence[MegaMoE]):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         gpu = require_gpu(device)
         shares = share_sms(num_sms, ranks, gpu.sms)
-        plans = plan if isinstance(plan, Sequence) else [plan] * ranks
+        plans = list(plan) if isinstance(plan, Sequence) else [plan] * ranks
         if buffers is None:
             buffers = SymmBuffer.local_group(shape, ranks=ranks, max_tokens=max_tokens, device=device)
         self.buffers = list(buffers)
@@ -126,6 +127,8 @@ class LocalGroup(Sequence[MegaMoE]):
             self.layers[rank].queue(calls[rank], self.streams[rank].cuda_stream)
         for rank in launched:
             current.wait_event(self.streams[rank].record_event())
+        if any(layer.debug for layer in self.layers):
+            self.check()
         return [call.output for call in calls]
 
     def check(self) -> None:

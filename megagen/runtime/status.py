@@ -9,7 +9,6 @@ import torch
 from megagen.errors import InputError, MegagenError, MegaMoETimeout, PeerAborted
 from megagen.protocol import AWAITED_TEXT, STATUS_FIELDS, Awaited, RoleId
 
-_RANK_BARRIERS = (Awaited.RANK_BEFORE_PULL, Awaited.RANK_BEFORE_COMBINE)
 _WORD = {field.name: index for index, field in enumerate(STATUS_FIELDS)}
 
 
@@ -69,7 +68,7 @@ def failure(record: Mapping[str, int], timeout_s: float) -> MegagenError:
         f"than {timeout_s:g} s for {AWAITED_TEXT[awaited].format(peer=record['peer'])} "
         f"(expected {record['expected']}, seen {record['seen']}, launch {record['launch']})"
     )
-    if awaited in _RANK_BARRIERS:
+    if awaited is Awaited.RANK_BEFORE_PULL:
         text += f"; rank {record['peer']} has not made this call, has died or hangs"
     return MegaMoETimeout(f"{text}. Every rank must call; reset() on all ranks makes the buffer usable again")
 

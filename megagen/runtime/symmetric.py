@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megagen.contract import Contract, Region
-from megagen.errors import ContractMismatch, InputError, MegaMoETimeout
+from megagen.errors import InputError, MegaMoETimeout
 from megagen.planning.plan import LARGEST_BLOCK_M, KernelPlan, local_layout
 from megagen.runtime.driver import Gpu, private_stream, require_gpu
 from megagen.runtime.patience import Progress, wait_for_streams
-from megagen.runtime.peers import OneProcess, Peers, peers_of
+from megagen.runtime.peers import OneProcess, Peers, agree_on, peers_of, together
 from megagen.runtime.status import StatusBlock, peer_aborted
-from megagen.runtime.topology import check_one_domain, place_of
+from megagen.runtime.topology import RankPlace, check_one_domain, place_of
 from megagen.shape import MoEShape
 
 START_MARGIN_S = 5.0
@@ -31,7 +30,7 @@ _TORCH_DTYPES = {
     "f32": torch.float32,
     "u64": torch.int64,
 }
-_ZERO_BETWEEN_LAUNCHES = ("launch", "send_count", "l1_arrival", "l2_arrival")
+_ZERO_BETWEEN_LAUNCHES = ("launch", "send_count", "l1_arrival", "l2_arrival", "l2_finished")
 
 
 def host_limit(timeout_s: float) -> float:
@@ -66,6 +65,7 @@ class SymmBuffer:
         DeviceError: no usable GPU or driver.
         NVLinkDomainError: the group's GPUs can't map each other's memory.
         ContractMismatch: ranks gave different arguments.
+        PeerAborted: another rank met one of these.
     """
 
     def __init__(
@@ -78,18 +78,22 @@ class SymmBuffer:
         device: torch.device | str | int | None = None,
     ) -> None:
         peers = peers_of(group)
-        contract = Contract(shape, peers.ranks, max_tokens, format)
-        gpu = require_gpu(device)
+        contracts = together(
+            peers, "reading its arguments", lambda: Contract(shape, peers.ranks, max_tokens, format)
+        )
+        contract = contracts[peers.rank]
+        agree_on(contract, peers)
+        found = together(peers, "looking for its GPU", lambda: _locate(device))
+        gpu = found[peers.rank][0]
+        check_one_domain([place for _, place in found])
         if group is not None and peers.ranks > 1:
-            check_one_domain(peers.gather(place_of(gpu)))
-            agree_on(contract, peers)
-            memory, self._handle, offsets = _rendezvous(contract, group, gpu)
+            memory, self._handle, offsets = _rendezvous(contract, group, peers, gpu)
         else:
             memory, offsets = _zeros(contract.symm.size, gpu), [0]
-        self._set_up(contract, peers, gpu, memory, offsets)
+        together(
+            peers, "allocating memory", lambda: self._set_up(contract, peers, gpu, memory, offsets)
+        )  # also a barrier: nobody launches before everybody's memory is zero
         self._members = [self]
-        torch.cuda.current_stream(gpu.device).synchronize()
-        peers.gather(None)  # nobody launches before everybody's memory is zero
 
     @classmethod
     def local_group(
@@ -113,7 +117,6 @@ class SymmBuffer:
             buffer._set_up(contract, OneProcess(rank, ranks), gpu, memory, offsets)
             buffer._members = buffers
             buffers.append(buffer)
-        torch.cuda.current_stream(gpu.device).synchronize()
         return buffers
 
     def _set_up(
@@ -131,6 +134,7 @@ class SymmBuffer:
         self._progress = Progress(self.local_view("launch")[:1], self.symm_view("control")[:1], probe)
         self._input_views = Inputs(*(self.symm_view(name) for name in Inputs._fields))
         self.input_addresses = tuple(view.data_ptr() for view in self._input_views)
+        torch.cuda.current_stream(gpu.device).synchronize()
 
     # -- views
 
@@ -139,7 +143,7 @@ class SymmBuffer:
         return _view(self._symm, self.contract.symm[name])
 
     def local_view(self, name: str, plan: KernelPlan | None = None) -> torch.Tensor:
-        """A region of the local workspace; the shape of the SF pools depends on the plan of the last call."""
+        """A region of the local workspace; the shapes of the tile regions depend on the plan."""
         return _view(self._local, (plan.local if plan else self._local_layout)[name])
 
     def inputs(self, tokens: int) -> Inputs:
@@ -222,33 +226,17 @@ class SymmBuffer:
         return wait_for_streams(streams, self._progress.launches, limit_s)
 
     def _clear(self) -> None:
-        for name in ("control", "flags"):
+        for name in ("control", "flags", "pending"):
             self.symm_view(name).zero_()
         for name in _ZERO_BETWEEN_LAUNCHES:
             self.local_view(name).zero_()
         self.status.clear()
 
 
-def agree_on(contract: Contract, peers: Peers) -> None:
-    """Collective. ContractMismatch on every rank if they don't all have the same contract."""
-    check_same_contract(peers.gather((contract.hash, contract.to_dict())))
-
-
-def check_same_contract(contracts: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """ContractMismatch unless all (hash, contract) are those of rank 0."""
-    first_hash, first = contracts[0]
-    for rank, (other_hash, other) in enumerate(contracts):
-        if other_hash == first_hash:
-            continue
-        differences = [
-            f"{key}: {first.get(key)} on rank 0, {other.get(key)} on rank {rank}"
-            for key in sorted(first.keys() | other.keys())
-            if first.get(key) != other.get(key)
-        ]
-        raise ContractMismatch(
-            f"ranks 0 and {rank} disagree on {'; '.join(differences) or 'the buffer layout'}; "
-            "give every rank the same arguments and the same megagen"
-        )
+def _locate(device: torch.device | str | int | None) -> tuple[Gpu, RankPlace]:
+    """This rank's GPU, and where that is."""
+    gpu = require_gpu(device)
+    return gpu, place_of(gpu)
 
 
 def _zeros(size: int, gpu: Gpu) -> torch.Tensor:
@@ -256,15 +244,20 @@ def _zeros(size: int, gpu: Gpu) -> torch.Tensor:
 
 
 def _rendezvous(
-    contract: Contract, group: dist.ProcessGroup, gpu: Gpu
+    contract: Contract, group: dist.ProcessGroup, peers: Peers, gpu: Gpu
 ) -> tuple[torch.Tensor, Any, list[int]]:
     """Zeroed memory that all ranks of the group have mapped, what keeps it mapped, and each rank's distance
     from this one's."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # the kernel uses plain pointers only
     import torch.distributed._symmetric_memory as symm_mem
 
-    memory = symm_mem.empty(contract.symm.size, dtype=torch.uint8, device=gpu.device)
-    memory.zero_()
+    allocated: list[torch.Tensor] = []
+
+    def allocate() -> None:
+        allocated.append(symm_mem.empty(contract.symm.size, dtype=torch.uint8, device=gpu.device))
+
+    together(peers, "allocating symmetric memory", allocate)
+    memory = allocated[0].zero_()
     handle = symm_mem.rendezvous(memory, group)
     bases = list(handle.buffer_ptrs)
     return memory, handle, [base - bases[handle.rank] for base in bases]

@@ -39,6 +39,13 @@ def run(moe: MegaMoE, inputs: Inputs, **options: object) -> torch.Tensor:
     return output
 
 
+def differences(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    """How many elements differ, and the first few of them."""
+    at = (actual.float() != expected.float()).nonzero()
+    shown = [(i, j, actual[i, j].item(), expected[i, j].item()) for i, j in at[:8].tolist()]
+    return f"{len(at)} differ; (row, column, actual, expected): {shown}"
+
+
 # Inputs
 
 
@@ -50,8 +57,8 @@ def test_companion_kernel_quantizes_as_the_reference(moe: MegaMoE) -> None:
     run(moe, inputs)
     views = moe.inputs(100)
     values, scale = quantize_activation(inputs.x)
-    assert torch.equal(views.x.view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(views.x_sf, scale)
+    assert torch.equal(views.x_sf, scale), differences(views.x_sf, scale)
+    assert torch.equal(views.x.view(torch.uint8), values.view(torch.uint8)), differences(views.x, values)
     assert torch.equal(views.topk_ids, inputs.topk_ids)
     assert torch.equal(views.topk_weights, inputs.topk_weights)
 

@@ -1,5 +1,6 @@
 """Whole layers of real models against the reference, and the same bits whatever computes them."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +29,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Model]:
     made = Model(MODELS[request.param])
     yield made
     made.__dict__.clear()
+    gc.collect()
     torch.cuda.empty_cache()
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_cases import MODELS, TIMEOUT_S, check_close, make_inputs
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from megagen import ContractMismatch, MegaMoE, MegaMoETimeout, MoEShape, PeerAborted, SymmBuffer
 from megagen.planning import make_plan
@@ -195,38 +196,38 @@ def run_rank(rank: int, world: int, folder: str) -> None:
     ranks = Ranks(rank, world)
     outcomes: dict[str, str] = {}
     for name, check in CHECKS.items():
-        outcome = ""
         try:
             check(ranks)
+            outcomes[name] = ""
         except BaseException:
-            outcome = f"rank {rank}:\n{traceback.format_exc()}"
-        failures: list[str] = [""] * world
-        dist.all_gather_object(failures, outcome)
-        outcomes[name] = "\n".join(filter(None, failures))
-        torch.save(outcomes, os.path.join(folder, f"outcomes-{rank}"))
+            outcomes[name] = f"rank {rank}:\n{traceback.format_exc()}"
+            raise  # which ends all processes: the others may wait for this one
+        finally:
+            torch.save(outcomes, os.path.join(folder, f"outcomes-{rank}"))
+        dist.barrier()
     dist.destroy_process_group()
 
 
 def run_world(world: int) -> dict[str, str]:
-    """Outcome of every check, "" where it passed."""
+    """Outcome of every check, "" where it passed on all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.start_processes(
             run_rank, (world, folder), nprocs=world, join=False, start_method="spawn"
         )
         deadline, ended = time.monotonic() + START_LIMIT_S, False
-        problem = "the processes did not come to this check in time"
+        problem = f"not reached within {START_LIMIT_S:g} s"
         try:
             while not ended and time.monotonic() < deadline:
                 ended = context.join(timeout=1.0)
-        except torch.multiprocessing.ProcessException as error:
-            problem = str(error)
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            problem = f"not reached: {error}"
         for process in context.processes:
             if process.is_alive():
                 process.kill()
             process.join()
-        saved = os.path.join(folder, "outcomes-0")
-        outcomes = torch.load(saved) if os.path.exists(saved) else {}
-    return {name: outcomes.get(name, problem) for name in CHECKS}
+        files = [os.path.join(folder, f"outcomes-{rank}") for rank in range(world)]
+        of_ranks = [torch.load(file) if os.path.exists(file) else {} for file in files]
+    return {name: "\n".join(filter(None, (of.get(name, problem) for of in of_ranks))) for name in CHECKS}
 
 
 @pytest.fixture(scope="module")

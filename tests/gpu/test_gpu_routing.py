@@ -193,7 +193,8 @@ def _check_pool(layer: MegaMoE, rank: int, parts: Sequence[Inputs], block_m: int
     local_experts, top_k = layer.contract.local_experts, SHAPE.top_k
     row_source = layer.buffer.local_view("row_source").tolist()
     row_weight = layer.buffer.local_view("row_weight").view(torch.int32).tolist()
-    src_index = layer.buffer.symm_view("src_index")
+    launches = layer.buffer.local_view("launch")[0].item()
+    src_index = layer.buffer.symm_view("src_index")[(launches - 1) % 2]  # banked by the parity of the launch
     routes = [_routes(part) for part in parts]
     first_row = 0
     for local_expert in range(local_experts):

@@ -24,7 +24,7 @@ Mbarrier& barrier_of(const AsyncCopy::Barrier& b) { return mbarrier_at({b.region
 Accessor accessor(const AsyncCopy& c, const AsyncCopy::Piece& p, bool write) {
   Accessor a;
   a.program_order_from = UINT32_MAX;
-  a.flags = kValid | (c.async_proxy ? kAsync : 0);
+  a.flags = c.async_proxy ? kValid | kAsync : kValid;
   a.line = c.instr->line;
   a.clock = &c.clock;
   if (!c.barriers.empty()) {

@@ -706,7 +706,13 @@ class ModuleDecoder final : public Decoder {
 
 }  // namespace
 
-Program decode_module(AstModule&& ast) { return ModuleDecoder(std::move(ast)).run(); }
+void mark_wgmma_registers(Program& program);  // exec_matrix.cpp
+
+Program decode_module(AstModule&& ast) {
+  Program p = ModuleDecoder(std::move(ast)).run();
+  mark_wgmma_registers(p);
+  return p;
+}
 
 int Program::function(const std::string& name) const {
   for (size_t k = 0; k < functions.size(); ++k) {

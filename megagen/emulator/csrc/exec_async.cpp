@@ -308,7 +308,7 @@ TensorMap map_of(const Exec& x, const Instr& i, int lane, int dimensions) {
   if (!is_zero(p.undefined, kTensorMapBytes)) fail(ErrorKind::UninitializedUse, "the tensor map is undefined");
   TensorMap map;
   if (!decode_tensor_map(p.data, map)) fail(ErrorKind::MemoryFault, "there is no tensor map at this address");
-  if (const std::string why = validate(map); !why.empty()) fail(ErrorKind::MemoryFault, "tensor map: " + why);
+  if (const std::string why = validate(map, x.m.options.arch.compute_capability); !why.empty()) fail(ErrorKind::MemoryFault, "tensor map: " + why);
   if (map.rank != dimensions) fail(ErrorKind::MemoryFault, format("a %d-dimensional copy with a tensor map of %d dimensions", dimensions, map.rank));
   if (map.interleave != Interleave::None) fail(ErrorKind::UnsupportedInstruction, "interleaved tensor maps aren't implemented; see PTX ISA, Tensors");
   return map;

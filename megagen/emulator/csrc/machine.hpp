@@ -39,6 +39,7 @@ class Random {
 };
 
 struct ArchInfo {
+  int compute_capability = 90;
   uint32_t shared_per_sm = 233472, shared_per_cta = 232448, registers = 65536, threads_per_sm = 2048, ctas_per_sm = 32;
 };
 
@@ -154,10 +155,19 @@ struct Warp {
 
   // Asynchronous operations.
   std::unique_ptr<LaneGroups[]> bulk, copy;
-  std::deque<std::shared_ptr<Wgmma>> wgmma_open, wgmma_committed;
-  std::unordered_map<uint32_t, std::shared_ptr<Wgmma>> in_flight;  // register offset -> operation that writes it
+  struct WgmmaEntry {
+    std::shared_ptr<Wgmma> operation;
+    uint32_t group;  // 0: not committed yet
+  };
+  std::deque<WgmmaEntry> wgmma;
+  struct InFlight {
+    std::shared_ptr<Wgmma> operation;
+    Mask undefined;  // lanes, once the result arrives
+  };
+  std::unordered_map<uint32_t, InFlight> in_flight;  // register offset -> uncompleted operation that writes it
   uint32_t wgmma_groups = 0;
-  bool wgmma_fenced = false;
+  uint64_t wgmma_issued = 0;
+  bool wgmma_touched = true;  // a register of a wgmma was accessed since the last wgmma.fence
 
 };
 
@@ -190,6 +200,11 @@ struct Cta {
   uint32_t async_in_flight = 0;  // operations that still touch this CTA's shared memory
   std::unordered_map<uint64_t, uint32_t> agents;  // kind and index -> local agent
   uint32_t next_agent = 0;
+  struct Warpgroup {
+    std::deque<std::shared_ptr<Wgmma>> queue;  // issued by at least one warp, not executed
+    uint64_t first = 0;                        // number of queue[0]
+  };
+  std::vector<Warpgroup> warpgroups;
   bool launched_dependents = false;
 };
 
@@ -231,7 +246,8 @@ struct Options {
   int ranks = 1, sms = 1;
   uint64_t seed = 0;
   uint64_t max_steps = 0;  // warp instructions; 0: no limit
-  bool races = true, undefined = true, watchdog = false;
+  bool races = true, watchdog = false;
+  bool collectives_order = false;  // shfl, vote and other warp collectives also order memory among their lanes
   ProxyCheck proxy = ProxyCheck::Error;
   ArchInfo arch;
 };

@@ -49,6 +49,7 @@ struct Instr {
   Handler fn = nullptr;
   int32_t guard = -1;  // predicate index
   bool guard_not = false;
+  bool touches_wgmma = false;  // accesses registers that a wgmma.mma_async also uses
   uint8_t operands = 0;
   Type type = Type::None, type2 = Type::None;
   Space space = Space::Generic;

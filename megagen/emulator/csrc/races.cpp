@@ -51,8 +51,16 @@ bool History::ordered(Epoch e, Mask lanes, const Accessor& by) const {
     lanes &= ~(1u << by.lane);
     if (!lanes) return true;
   }
-  if ((lanes & (lanes - 1)) == 0) return by.clock->before.knows(agent, __builtin_ctz(lanes), count);
-  return by.clock->before.knows_all(agent, lanes, count);
+  if (!known(by.clock->before, e, lanes)) return false;
+  for (const Clock* c : by.also) {
+    if (c && !known(c->before, e, lanes)) return false;
+  }
+  return true;
+}
+
+bool History::known(const VectorClock& clock, Epoch e, Mask lanes) {
+  if ((lanes & (lanes - 1)) == 0) return clock.knows(agent_of(e), __builtin_ctz(lanes), count_of(e));
+  return clock.knows_all(agent_of(e), lanes, count_of(e));
 }
 
 /// Unordered, but morally strong with each other.
@@ -68,8 +76,10 @@ void History::check_write(const Region& region, Epoch e, uint32_t line, uint64_t
   }
   const bool crosses = (by.flags & kAsync) && !(flags_of(e) & kAsync);
   if (crosses && proxy != ProxyCheck::Off) {
-    const VectorClock& fenced = by.clock->fenced[region.is_shared() ? kSharedProxy : kGlobalProxy];
-    if (!fenced.knows(agent_of(e), lane_of(e), count_of(e))) {
+    const int which = region.is_shared() ? kSharedProxy : kGlobalProxy;
+    bool fenced = known(by.clock->fenced[which], e, 1u << lane_of(e));
+    for (const Clock* c : by.also) fenced &= !c || known(c->fenced[which], e, 1u << lane_of(e));
+    if (!fenced) {
       report({RaceReport::Proxy, e, line, true, wrote, region.base + offset, &region}, by);
     }
   }

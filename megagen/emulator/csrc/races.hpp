@@ -18,6 +18,7 @@ struct Accessor {
   uint32_t flags = kValid;          // EpochFlag
   uint32_t line = 0;
   const Clock* clock = nullptr;
+  const Clock* also[3] = {};        // further threads that take part: what they know counts too
 };
 
 enum class ProxyCheck : uint8_t { Off, Report, Error };
@@ -76,6 +77,7 @@ class History {
   template <bool kWrite>
   void check(Region& region, Cell& cell, uint64_t offset, const Accessor& by);
   bool ordered(Epoch e, Mask lanes, const Accessor& by) const;
+  static bool known(const VectorClock& clock, Epoch e, Mask lanes);
   bool allowed(Epoch e, const Accessor& by) const;
   void check_write(const Region& region, Epoch e, uint32_t line, uint64_t offset, const Accessor& by, bool wrote);
   uint32_t new_more();

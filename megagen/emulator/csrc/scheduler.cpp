@@ -82,7 +82,10 @@ void Exec::block(Wait wait, uint64_t detail) {
 }
 
 bool Exec::converge(const Instr&) {
-  if (mask == w.live) return true;
+  if (mask == w.live) {
+    if (m.options.collectives_order) warp_barrier(mask);
+    return true;
+  }
   block(Wait::Converge);
   return false;
 }
@@ -100,7 +103,10 @@ bool Exec::gather(const Instr& i, const Ref& member_mask) {
     }
   }
   const Mask required = wanted & w.live;
-  if (same == mask && (mask & required) == required) return true;
+  if (same == mask && (mask & required) == required) {
+    if (m.options.collectives_order) warp_barrier(mask);
+    return true;
+  }
   if (same != mask) {  // the others come back on their own
     split_inactive();
     auto rest = std::make_unique<Fragment>();
@@ -324,6 +330,7 @@ void Machine::run_warp(Warp& w) {
     }
     ++executed;
     if (mask) {
+      w.wgmma_touched |= i.touches_wgmma;
       x.mask = mask;
       x.f = f;
       current_lanes = mask;
@@ -429,6 +436,7 @@ void Machine::run() {
       ready[k] = ready.back();
       ready.pop_back();
       w->queued = false;
+      if (!w->live) continue;
       ++tick;
       run_warp(*w);
       if (options.max_steps && counters.instructions > options.max_steps) {

@@ -1,0 +1,168 @@
+"""The cost model: a plan's time, predicted from its bytes and operations and the rates of its GPU.
+
+It says what bounds a plan before it runs, and what to expect at rank counts that can't be measured. Routing is taken as uniform, equal on
+all ranks. Weights, tensor cores and NVLink work at the same time, so the slowest of them counts; starting, crossing the barriers and
+combining come on top. Rates: `arch.Rates`, measured on the H200 and assumed for Blackwell.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megagen.arch import Arch
+from megagen.contract import SF_BLOCK
+from megagen.planning.plan import KernelPlan
+from megagen.planning.workload import TILE_COST_ROWS, blocks_per_expert, experts_reached, rows_per_expert
+
+#: Launch, counting, publishing, the first rows, the pipeline's fill and drain: what the measured times of flash8 at 8, 64 and 256 tokens
+#: on one H200 (188, 214, 236 us) leave over weights, activations and combine, on average. Assumed to be the same on Blackwell.
+START_AND_END_S = 35e-6
+
+#: Of `Rates.fp8_flops_per_s`, the main loop alone reaches this multiple: 1,274 against 1,250 TFLOP/s in the H200 prototypes.
+MAIN_LOOP_GAIN = 1.02
+
+#: An epilogue that the tensor cores wait for takes 3,000 to 3,400 of 1,250 cycles of a K block. With accumulators in tensor memory, the
+#: epilogue of one tile runs under the next tile's main loop.
+EPILOGUE_K_BLOCKS = 2.5
+
+#: Dependent accesses to a peer in a cross-rank barrier: drain one's stores, release the flag, see the peer's.
+PEER_ACCESSES_PER_BARRIER = 3
+CROSS_RANK_BARRIERS = 2
+PEER_ACCESSES_OF_FIRST_ROW = 2
+
+
+@dataclass(frozen=True)
+class CostPart:
+    """One part of a predicted time; of the parts that overlap, only the longest counts."""
+
+    name: str
+    seconds: float
+    overlaps: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted time of one launch with `tokens` tokens per rank on `sms` SMs of each."""
+
+    tokens: int
+    sms: int
+    rates: str
+    parts: tuple[CostPart, ...]
+
+    @property
+    def bound(self) -> CostPart:
+        """The longest of the overlapping parts."""
+        return max((part for part in self.parts if part.overlaps), key=lambda part: part.seconds)
+
+    @property
+    def seconds(self) -> float:
+        return self.bound.seconds + sum(part.seconds for part in self.parts if not part.overlaps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "seconds": self.seconds, "bound": self.bound.name}
+
+
+def predict(plan: KernelPlan, tokens: int | None = None, *, sms: int | None = None) -> Prediction:
+    """The time of a launch with `tokens` tokens per rank (default: those that the plan is for) on `sms` SMs (default: the GPU's).
+
+    HBM and NVLink are taken to be saturated whatever `sms` is.
+    """
+    arch = Arch.get(plan.arch)
+    tokens = plan.expected_tokens if tokens is None else tokens
+    sms = sms or arch.sms
+    parts = (
+        _memory(plan, arch, tokens),
+        _tensor_cores(plan, arch, tokens, sms),
+        _nvlink(plan, arch, tokens),
+        CostPart(
+            "start and end", START_AND_END_S, False, "launch, routing, first rows; fitted to measured times"
+        ),
+        _barriers(plan, arch),
+        _combine(plan, arch, tokens),
+    )
+    return Prediction(tokens, sms, arch.rates.source, parts)
+
+
+def _memory(plan: KernelPlan, arch: Arch, tokens: int) -> CostPart:
+    """Weights of the experts that get rows, once (row tiles of one expert share them through L2), and rows in and out of the pools."""
+    contract, shape = plan.contract, plan.contract.shape
+    reached = experts_reached(contract, tokens)
+    weights = (
+        reached * sum(region.size for region in plan.weight_layout.regions.regions) / contract.local_experts
+    )
+    rows = contract.local_experts * rows_per_expert(contract, tokens)
+    activations = rows * (
+        2 * shape.hidden + 2 * shape.intermediate + 2 * shape.hidden
+    )  # E4M3 written and read, twice; bfloat16 written
+    return CostPart(
+        "HBM",
+        (weights + activations) / arch.rates.hbm_bytes_per_s,
+        True,
+        f"{weights / 1e6:,.0f} MB of weights ({reached:.1f} of {contract.local_experts} experts reached) and {activations / 1e6:,.0f} MB "
+        f"of rows at {arch.rates.hbm_bytes_per_s / 1e12:.2f} TB/s",
+    )
+
+
+def _tensor_cores(plan: KernelPlan, arch: Arch, tokens: int, sms: int) -> CostPart:
+    """Padded rows at the rate of the largest tile, slowed by what a tile costs beside its rows, in whole rounds of tiles over the SMs."""
+    contract, shape, layout = plan.contract, plan.contract.shape, plan.weight_layout
+    blocks = contract.local_experts * blocks_per_expert(contract, tokens, plan.block_m)
+    waited_for = 0.0 if arch.tmem_columns else EPILOGUE_K_BLOCKS
+    k_blocks = layout.n_tiles13 * (shape.hidden / SF_BLOCK + waited_for)
+    k_blocks += layout.n_tiles2 * (shape.intermediate / SF_BLOCK + waited_for)
+    flops = blocks * plan.block_m * layout.block_n * SF_BLOCK * 2 * k_blocks
+    slowdown = (1 + TILE_COST_ROWS / plan.block_m) / (1 + TILE_COST_ROWS / plan.ladder[-1])
+    rate = arch.rates.fp8_flops_per_s * MAIN_LOOP_GAIN * sms / arch.sms / slowdown
+    tiles, workers = blocks * (layout.n_tiles13 + layout.n_tiles2), sms // plan.cluster
+    rounds = math.ceil(tiles / workers)
+    idle = rounds * workers / tiles if tiles else 1.0
+    return CostPart(
+        "tensor cores",
+        flops / rate * idle,
+        True,
+        f"{flops / 1e12:.3f} TFLOP, padding and epilogues included, at {rate / 1e12:,.0f} TFLOP/s with {plan.block_m}-row tiles; "
+        f"{tiles:,.0f} tiles in {rounds} rounds",
+    )
+
+
+def _nvlink(plan: KernelPlan, arch: Arch, tokens: int) -> CostPart:
+    """One direction: rows pulled from the peers with their scale factors, and bfloat16 results that the peers push."""
+    contract, shape = plan.contract, plan.contract.shape
+    from_peers = tokens * shape.top_k * (contract.ranks - 1) / contract.ranks
+    moved = from_peers * (shape.hidden + shape.hidden // SF_BLOCK * 4 + 2 * shape.hidden)
+    return CostPart(
+        "NVLink",
+        moved / arch.rates.nvlink_bytes_per_s,
+        True,
+        f"{moved / 1e6:,.0f} MB in for {from_peers:,.0f} rows at {arch.rates.nvlink_bytes_per_s / 1e9:.0f} GB/s",
+    )
+
+
+def _barriers(plan: KernelPlan, arch: Arch) -> CostPart:
+    """Two cross-rank barriers and the first row's way: its index entry is local, its data is not. A warp polls 32 ranks at a time."""
+    ranks = plan.contract.ranks
+    if ranks == 1:
+        return CostPart("barriers", 0.0, False, "one rank")
+    accesses = (
+        CROSS_RANK_BARRIERS * (PEER_ACCESSES_PER_BARRIER + math.ceil(ranks / 32) - 1)
+        + PEER_ACCESSES_OF_FIRST_ROW
+    )
+    return CostPart(
+        "barriers",
+        accesses * arch.rates.peer_latency_s,
+        False,
+        f"{accesses} dependent accesses to peers of {arch.rates.peer_latency_s * 1e9:.0f} ns",
+    )
+
+
+def _combine(plan: KernelPlan, arch: Arch, tokens: int) -> CostPart:
+    """After the last barrier: K rows of bfloat16 read and one written per token."""
+    shape = plan.contract.shape
+    moved = tokens * (shape.top_k + 1) * shape.hidden * 2
+    return CostPart(
+        "combine", moved / arch.rates.hbm_bytes_per_s, False, f"{moved / 1e6:,.0f} MB read and written"
+    )

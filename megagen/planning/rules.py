@@ -1,0 +1,36 @@
+"""Planning rules that all architectures share. Each returns its value together with the reason for it."""
+
+from __future__ import annotations
+
+import math
+
+from megagen.contract import Contract, ceil_div
+from megagen.planning.workload import rows_per_expert
+
+IMBALANCE = 2  # expected work is halved before it is called enough: routing is uneven
+TILE_WEIGHT_ROWS = 256  # of a tile, on one SM or on a pair
+
+
+def choose_experts_per_wave(
+    contract: Contract, sms: int, block_m: int, tokens: int, sms_each: int = 1
+) -> tuple[int, str]:
+    """The fewest experts, among the divisors of E/R, whose expected L1 tiles, halved for imbalance, fill all SMs (or clusters of `sms_each`)."""
+    experts, workers = contract.local_experts, sms // sms_each
+    unit = "SMs" if sms_each == 1 else f"clusters of {sms_each}"
+    n_tiles = 2 * contract.shape.intermediate // TILE_WEIGHT_ROWS
+    rows = rows_per_expert(contract, tokens)
+    tiles = max(1, ceil_div(max(1, math.ceil(rows)), block_m)) * n_tiles * min(1.0, rows) if rows else 0.0
+    for count in range(1, experts + 1):
+        if experts % count == 0 and tiles * count / IMBALANCE >= workers:
+            reason = f"{tiles * count:.0f} L1 tiles expected in a wave, at least {IMBALANCE} for each of {workers} {unit}"
+            return count, reason
+    reason = f"{tiles * experts:.0f} L1 tiles in all: less than {IMBALANCE} for each of {workers} {unit}, so one wave"
+    return experts, reason
+
+
+def choose_pull_bytes(contract: Contract, limit: int) -> tuple[int, str]:
+    """The largest piece of a token row, at most `limit` bytes, in which the row divides evenly."""
+    hidden = contract.shape.hidden
+    blocks = hidden // 128
+    pieces = next(p for p in range(1, blocks + 1) if blocks % p == 0 and hidden // p <= limit)
+    return hidden // pieces, f"a row of {hidden} bytes in {pieces} piece{'s' if pieces > 1 else ''}"

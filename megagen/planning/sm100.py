@@ -1,0 +1,492 @@
+"""Plans for Blackwell (sm100, sm103): E4M3 activations x E2M1 weights, block-scaled MMA on pairs of CTAs, accumulators in tensor memory.
+
+The operands are swapped: the instruction's A are 256 weight rows, 128 of each CTA of a pair, its B the tile's token rows, half of them
+loaded by each CTA. So accumulators have weight rows on TMEM lanes and tokens on columns. Nothing of this has run on hardware.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from megagen.arch import Arch
+from megagen.contract import SF_BLOCK, Contract, Layout, align_up, ceil_div, lay_out
+from megagen.errors import PlanError
+from megagen.planning.plan import (
+    BLOCK_K,
+    EARLY_UNITS,
+    ORDER_SLOTS,
+    TILE_SLOTS,
+    Choice,
+    KernelPlan,
+    Role,
+    smem_layout,
+)
+from megagen.planning.rules import choose_experts_per_wave, choose_pull_bytes
+from megagen.planning.workload import (
+    TILE_COST_ROWS,
+    likely_rows_per_expert,
+    padded_rows_cost,
+    rows_per_expert,
+)
+from megagen.tensor_map import TensorMap
+
+ARCHS = ("sm100", "sm103")
+FORMAT = "mxfp8_mxfp4"
+
+CLUSTER = 2  # CTAs of a pair: leader and follower
+BLOCK_N = 128  # weight rows of a tile per CTA
+UMMA_M = CLUSTER * BLOCK_N
+UMMA_K = 32  # K of one instruction, and of one scale factor
+LADDER = (16, 32, 64, 96, 128, 192)  # BLOCK_M, which is UMMA_N
+LADDER_MULTIPLE = 384  # least common multiple of the ladder: pool rows are whole blocks of every plan
+MIN_STAGES, MAX_STAGES = 2, 12
+MAX_PULL_BYTES = 4096  # a dispatch warp's row buffer
+
+SF_BYTES = 4  # four UE8M0 scale factors, those of 128 of K
+SF_ATOM_ROWS = 128  # rows whose scale factors one tcgen05.cp 32x128b.warpx4 brings to 4 TMEM columns
+SF_ATOM_BYTES = SF_ATOM_ROWS * SF_BYTES
+SF_ATOM_COLUMNS = SF_ATOM_ROWS // 32
+
+ACCUMULATORS = 2  # tiles in tensor memory: the epilogue of one runs under the main loop of the next
+MIN_TMEM_COLUMNS = 32  # tcgen05.alloc takes powers of two from here on
+
+DISPATCH_WARPS = 4
+EPILOGUE_WARPS = 8
+EPILOGUE_WARPGROUPS = 2  # each takes half of a tile's token columns
+STORE_ROWS = 16  # tokens that an epilogue warpgroup stages at a time
+STORE_BUFFERS = 2
+MANY_EXPERTS = 64  # per rank; above, the dispatch role keeps more counts in registers
+
+
+@dataclass(frozen=True)
+class TmemRegion:
+    """Columns of tensor memory, 128 lanes x 4 bytes each, counted from the allocation's first."""
+
+    name: str
+    column: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class NamedBarrier:
+    """A ``bar.sync`` barrier; `threads` take part."""
+
+    name: str
+    id: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class InstructionDescriptor:
+    """The 32-bit instruction descriptor of ``tcgen05.mma.kind::mxf8f6f4`` (PTX ISA, 5th-generation Tensor Core, instruction descriptor).
+
+    A and B are K-major, dense, not negated; scale factors are UE8M0. `a_type`, `b_type`: 0 is E4M3, 5 is E2M1.
+    """
+
+    a_type: int
+    b_type: int
+    m: int
+    n: int
+
+    A_SF_ID_SHIFT: ClassVar[int] = 29
+    B_SF_ID_SHIFT: ClassVar[int] = 4
+
+    def word(self, sf_id: int = 0) -> int:
+        """The descriptor for the `sf_id`-th 32 of a K block: byte `sf_id` of each packed scale factor of A and of B."""
+        static = self.a_type << 7 | self.b_type << 10 | self.n // 8 << 17 | 1 << 23 | self.m // 128 << 27
+        return static | sf_id << self.B_SF_ID_SHIFT | sf_id << self.A_SF_ID_SHIFT
+
+
+def sf_offset(row: int) -> int:
+    """Byte offset of a row's packed scale factors within its tile: the 4 x 32 transposed order that ``tcgen05.cp`` 32x128b wants.
+
+    Rows r, r + 32, r + 64, r + 96 of an atom of 128 are the four words of 16-byte line r.
+    """
+    atom, r = divmod(row, SF_ATOM_ROWS)
+    return atom * SF_ATOM_BYTES + r % 32 * 16 + r // 32 * SF_BYTES
+
+
+@dataclass(frozen=True)
+class Sm100Plan(KernelPlan):
+    """A plan of sm100 or sm103. Sizes are per CTA unless they say otherwise."""
+
+    # -- tile and pipeline
+
+    @property
+    def ladder(self) -> tuple[int, ...]:
+        return LADDER
+
+    @property
+    def cluster(self) -> int:
+        return CLUSTER
+
+    @property
+    def load_rows(self) -> int:
+        """Token rows of a tile that each CTA of the pair loads."""
+        return self.block_m // CLUSTER
+
+    @property
+    def weight_stage_bytes(self) -> int:
+        """Weight side of a stage in shared memory: one byte per E2M1 value, 16 values in the first half of 16 bytes."""
+        return BLOCK_N * BLOCK_K
+
+    @property
+    def weight_transaction_bytes(self) -> int:
+        """What the tensor copy of it counts on the mbarrier: the packed bytes, half."""
+        return self.weight_stage_bytes // 2
+
+    @property
+    def token_stage_bytes(self) -> int:
+        return self.load_rows * BLOCK_K
+
+    @property
+    def weight_sf_bytes(self) -> int:
+        """Scale factors of the CTA's weight rows, a stage's and its copy's."""
+        return SF_ATOM_BYTES
+
+    @property
+    def sf_atoms(self) -> int:
+        """Atoms of 128 rows that hold the scale factors of all token rows of a tile; both CTAs need all of them."""
+        return ceil_div(self.block_m, SF_ATOM_ROWS)
+
+    @property
+    def token_sf_stage_bytes(self) -> int:
+        return self.sf_atoms * SF_ATOM_BYTES
+
+    @property
+    def token_sf_bytes(self) -> int:
+        """What is stored of it and copied: a tile of 16 rows uses only the first half of its atom."""
+        return token_sf_bytes(self.block_m)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a pipeline stage, without its barriers."""
+        return (
+            self.weight_stage_bytes
+            + self.token_stage_bytes
+            + self.weight_sf_bytes
+            + self.token_sf_stage_bytes
+        )
+
+    @property
+    def stage_transaction_bytes(self) -> int:
+        """Bytes that fill a stage of one CTA, as mbarriers count them."""
+        return (
+            self.weight_transaction_bytes
+            + self.token_stage_bytes
+            + self.weight_sf_bytes
+            + self.token_sf_bytes
+        )
+
+    @property
+    def instruction(self) -> InstructionDescriptor:
+        """A: E2M1 weights, B: E4M3 tokens."""
+        return InstructionDescriptor(a_type=5, b_type=0, m=UMMA_M, n=self.block_m)
+
+    # -- epilogue
+
+    @property
+    def store_rows(self) -> int:
+        """Token columns that an epilogue warpgroup takes from tensor memory and stages at a time."""
+        return min(STORE_ROWS, self.block_m // EPILOGUE_WARPGROUPS)
+
+    @property
+    def l2_arrivals(self) -> int:
+        """Arrivals on a block's L2 counter that make its intermediate rows complete: each CTA's 64 columns of every L1 tile."""
+        return CLUSTER * self.weight_layout.n_tiles13
+
+    # -- tensor memory
+
+    @property
+    def tmem(self) -> tuple[TmemRegion, ...]:
+        """Accumulators, then the scale factors of a K block: those of the weights (instruction's A), those of the tokens (B)."""
+        accumulators = tuple(
+            TmemRegion(f"accumulator_{i}", i * self.block_m, self.block_m) for i in range(ACCUMULATORS)
+        )
+        sf = ACCUMULATORS * self.block_m
+        return (
+            *accumulators,
+            TmemRegion("weight_sf", sf, SF_ATOM_COLUMNS),
+            TmemRegion("token_sf", sf + SF_ATOM_COLUMNS, self.sf_atoms * SF_ATOM_COLUMNS),
+        )
+
+    @property
+    def tmem_columns(self) -> int:
+        """Columns to allocate: a power of two."""
+        used = self.tmem[-1].column + self.tmem[-1].columns
+        return max(MIN_TMEM_COLUMNS, 1 << (used - 1).bit_length())
+
+    # -- synchronization
+
+    @property
+    def named_barriers(self) -> tuple[NamedBarrier, ...]:
+        """Barrier 0 is ``__syncthreads``."""
+        sizes = [
+            ("counts_known", self.threads),
+            ("dispatch", DISPATCH_WARPS * 32),
+            ("epilogue", EPILOGUE_WARPS * 32),
+            ("roles_done", self.threads),
+            *((f"epilogue_warpgroup_{i}", 128) for i in range(EPILOGUE_WARPGROUPS)),
+            # 64 lanes hold gate and up of 32 columns, which share a scale factor: two warps exchange their amax.
+            *((f"amax_pair_{i}", 64) for i in range(EPILOGUE_WARPS // 2)),
+        ]
+        return tuple(NamedBarrier(name, i, threads) for i, (name, threads) in enumerate(sizes, start=1))
+
+    # -- memory
+
+    @property
+    def token_tile_bytes(self) -> int:
+        """One K block of a pool block: all token rows, 128B-swizzled, then their scale factors in the order of `sf_offset`."""
+        return token_tile_bytes(self.block_m)
+
+    @property
+    def pool_rows(self) -> int:
+        """Rows of the pool that no routing overflows, the same for all plans of a contract."""
+        return pool_rows(self.contract)
+
+    @cached_property
+    def smem(self) -> Layout:
+        return cta_smem(self.contract, self.block_m, self.stages, self.pull_bytes, self.trace)
+
+    @cached_property
+    def local(self) -> Layout:
+        return local_layout(self.contract, self.block_m)
+
+    def weight_maps(self, w13: int, w2: int) -> tuple[TensorMap, TensorMap]:
+        """Tensor maps of the weights at these device addresses; a box is one stage's 128 rows x 128 of K, unpacked while it is copied."""
+        shape, layout = self.contract.shape, self.weight_layout
+
+        def weight_map(address: int, k: int, n_tiles: int) -> TensorMap:
+            rows = self.contract.local_experts * n_tiles * layout.block_n
+            return TensorMap(
+                "u4x16_align16", address, (k, rows), (k // 2,), (BLOCK_K, BLOCK_N), swizzle="128B"
+            )
+
+        return weight_map(w13, shape.hidden, layout.n_tiles13), weight_map(
+            w2, shape.intermediate, layout.n_tiles2
+        )
+
+    # -- identity and limits
+
+    def _derived(self) -> dict[str, Any]:
+        return {
+            **super()._derived(),
+            "tensor_memory": [asdict(region) for region in self.tmem],
+            "tensor_memory_columns": self.tmem_columns,
+            "instruction_descriptor": f"{self.instruction.word():#010x}",
+            "named_barriers": [asdict(barrier) for barrier in self.named_barriers],
+        }
+
+    def _check_form(self) -> None:
+        arch = Arch.get(self.arch)
+        if self.arch not in ARCHS or self.contract.format != FORMAT:
+            raise PlanError(
+                f"arch={self.arch!r}, format={self.contract.format!r}: this plan form is {' or '.join(ARCHS)} with {FORMAT}"
+            )
+        if self.block_m not in LADDER:
+            raise PlanError(f"block_m={self.block_m} is none of {LADDER}")
+        if self.operand_order != "tokens_on_n":
+            raise PlanError(
+                f"operand_order={self.operand_order!r}: the 256-row side of the MMA are the weights, so it is tokens_on_n"
+            )
+        if self.tmem_columns > arch.tmem_columns:
+            raise PlanError(
+                f"tensor memory: {self.tmem_columns} columns with block_m={self.block_m}, {self.arch} has {arch.tmem_columns}"
+            )
+        if len(self.named_barriers) >= arch.named_barriers:
+            raise PlanError(
+                f"named barriers: {len(self.named_barriers)} and barrier 0, {self.arch} has {arch.named_barriers}"
+            )
+
+
+# Sizes
+
+
+def token_sf_bytes(block_m: int) -> int:
+    """Bytes of the 16-byte lines that the packed scale factors of `block_m` rows occupy."""
+    return ceil_div(block_m, SF_ATOM_ROWS) * min(32, block_m) * 16
+
+
+def token_tile_bytes(block_m: int) -> int:
+    return block_m * BLOCK_K + token_sf_bytes(block_m)
+
+
+def pool_rows(contract: Contract) -> int:
+    """Every token copy a rank can receive, each expert's rows starting a new block of whatever plan."""
+    return align_up(contract.max_received + contract.local_experts * (LADDER[-1] - 1), LADDER_MULTIPLE)
+
+
+def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, trace: bool = False) -> Layout:
+    """Shared memory of one CTA. The first regions are the pipeline's; both CTAs of a pair have the same map, as tcgen05 needs."""
+    experts = contract.local_experts
+    store_rows = min(STORE_ROWS, block_m // EPILOGUE_WARPGROUPS)
+    # bfloat16 of 128 weight rows per token; routes are counted in it before there are results.
+    staging = max(EPILOGUE_WARPGROUPS * STORE_BUFFERS * store_rows * BLOCK_N * 2, contract.shape.experts * 4)
+    return smem_layout(
+        ("weight_stages", "u8", (stages, BLOCK_N * BLOCK_K), 1024),
+        ("token_stages", "u8", (stages, block_m // CLUSTER * BLOCK_K), 1024),
+        ("weight_sf_stages", "u8", (stages, SF_ATOM_BYTES), 128),
+        ("token_sf_stages", "u8", (stages, ceil_div(block_m, SF_ATOM_ROWS) * SF_ATOM_BYTES), 128),
+        ("staging", "u8", (staging,), 128),
+        ("pull", "u8", (DISPATCH_WARPS, pull_bytes), 128),
+        ("amax", "f32", (STORE_BUFFERS, EPILOGUE_WARPS, store_rows), 16),
+        ("expert_count", "u32", (experts,), 16),
+        ("expert_block", "u32", (experts,), 16),
+        ("tile_tasks", "u32", (TILE_SLOTS, 4), 16),
+        ("full", "u64", (stages,), 8),
+        ("empty", "u64", (stages,), 8),
+        ("tmem_full", "u64", (ACCUMULATORS,), 8),
+        ("tmem_empty", "u64", (ACCUMULATORS,), 8),
+        ("tile_full", "u64", (TILE_SLOTS,), 8),
+        ("tile_empty", "u64", (TILE_SLOTS,), 8),
+        ("tile_stored", "u64", (TILE_SLOTS,), 8),
+        ("order_full", "u64", (ORDER_SLOTS,), 8),
+        ("order_empty", "u64", (ORDER_SLOTS,), 8),
+        ("order", "u32", (ORDER_SLOTS,), 8),
+        ("pulled", "u64", (DISPATCH_WARPS,), 8),
+        ("tmem_base", "u32", (1,), 16),
+        # From here on the kernel zeroes everything at its start.
+        ("cta_flags", "u32", (4,), 16),
+        ("claimed_units", "u32", (EARLY_UNITS // 32,), 16),
+        *((("trace_count", "u32", (16,), 16),) if trace else ()),
+    )
+
+
+def local_layout(contract: Contract, block_m: int) -> Layout:
+    """Local workspace of one rank. Up to the tiles it is the same for all plans of a contract, since counters stay zero between launches."""
+    shape, rows = contract.shape, pool_rows(contract)
+    blocks = rows // LADDER[0]
+    return lay_out(
+        ("launch", "u32", (32,)),
+        ("send_count", "u32", (shape.experts,)),
+        ("l1_arrival", "u32", (blocks,)),
+        ("l2_arrival", "u32", (blocks,)),
+        ("l2_finished", "u32", (blocks,)),
+        ("row_source", "u64", (rows,)),
+        ("row_weight", "f32", (rows,)),
+        ("l1_tiles", "u8", (rows // block_m, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),
+        ("l2_tiles", "u8", (rows // block_m, shape.intermediate // SF_BLOCK, token_tile_bytes(block_m))),
+    )
+
+
+# Rules
+
+
+def choose_block_m(contract: Contract, tokens: int) -> tuple[int, str]:
+    """The smallest tile that holds an expert's rows with two standard deviations to spare, else the one that wastes least."""
+    rows, likely = rows_per_expert(contract, tokens), likely_rows_per_expert(contract, tokens)
+    for block_m in LADDER:
+        if likely <= block_m:
+            return (
+                block_m,
+                f"{rows:.1f} rows per expert expected, {likely:.1f} with two standard deviations: one tile holds them",
+            )
+    best = min(LADDER, key=lambda block_m: (padded_rows_cost(contract, tokens, block_m), -block_m))
+    return (
+        best,
+        f"{rows:.1f} rows per expert expected: least padding, where a tile costs as much as {TILE_COST_ROWS} rows more",
+    )
+
+
+def choose_stages(arch: Arch, contract: Contract, block_m: int, pull_bytes: int) -> tuple[int, str]:
+    """As many stages as shared memory holds beside the fixed regions, up to MAX_STAGES."""
+    limit = arch.max_shared_bytes_per_block
+    for stages in range(MAX_STAGES, MIN_STAGES - 1, -1):
+        size = cta_smem(contract, block_m, stages, pull_bytes).size
+        if size <= limit:
+            return stages, f"{size} of {limit} bytes of shared memory; E2M1 takes a byte per value there"
+    fixed = cta_smem(contract, block_m, 0, pull_bytes).size
+    raise PlanError(
+        f"shared memory: {fixed} bytes of fixed regions leave no room for {MIN_STAGES} stages in {limit} "
+        f"({contract.shape.experts} experts, hidden {contract.shape.hidden}); spread the experts over more ranks"
+    )
+
+
+def choose_roles(contract: Contract) -> tuple[tuple[Role, ...], str]:
+    """Three budgets of ``setmaxnreg``; with many experts per rank, the dispatch role's doubles and the epilogue gives."""
+    many = contract.local_experts > MANY_EXPERTS
+    dispatch, load, epilogue = (96, 40, 184) if many else (48, 40, 208)
+    roles = (
+        Role("dispatch", 0, DISPATCH_WARPS, dispatch, "counts and publishes routes, pulls tokens, cleans up"),
+        Role(
+            "load_tokens",
+            4,
+            1,
+            load,
+            "waits for rows, fills its CTA's half of the token side and the tokens' scale factors",
+        ),
+        Role("load_weights", 5, 1, load, "fills its CTA's 128 weight rows and their scale factors"),
+        Role(
+            "issue_mma",
+            6,
+            1,
+            load,
+            "leader: scale factors to tensor memory, four MMAs per K block, commits; follower: says what is full",
+        ),
+        Role("combine", 7, 1, load, "signals finished tiles, combines tokens that are home"),
+        Role(
+            "epilogue",
+            8,
+            EPILOGUE_WARPS,
+            epilogue,
+            "tensor memory to registers; SwiGLU and quantization, or bfloat16 to the sources",
+        ),
+    )
+    granted = sum(role.registers * role.warps * 32 for role in roles)
+    sign = ">" if many else "<="
+    return roles, (
+        f"128 x {dispatch} + 128 x {load} + 256 x {epilogue} = {granted:,} of the 65,536 registers of a 512-thread launch; "
+        f"{contract.local_experts} experts per rank {sign} {MANY_EXPERTS}"
+    )
+
+
+def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_m: int | None) -> Sm100Plan:
+    """The plan for `tokens` tokens per rank on `sms` SMs; see `planning.make_plan`."""
+    if block_m is None:
+        block_m, block_reason = choose_block_m(contract, tokens)
+    else:
+        block_reason = "forced"
+    pull_bytes, pull_reason = choose_pull_bytes(contract, MAX_PULL_BYTES)
+    stages, stage_reason = choose_stages(arch, contract, block_m, pull_bytes)
+    wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens, sms_each=CLUSTER)
+    roles, role_reason = choose_roles(contract)
+    plan = Sm100Plan(
+        contract=contract,
+        arch=arch.name,
+        operand_order="tokens_on_n",
+        block_m=block_m,
+        stages=stages,
+        experts_per_wave=wave,
+        pull_bytes=pull_bytes,
+        roles=roles,
+        expected_tokens=tokens,
+    )
+    plan.validate()
+    columns = " + ".join(str(region.columns) for region in plan.tmem)
+    pool = f"{contract.max_received:,} copies at most, and {LADDER[-1] - 1} rows of padding per expert, in multiples of {LADDER_MULTIPLE}"
+    choices = (
+        Choice("block_m", str(block_m), block_reason),
+        Choice(
+            "operand_order",
+            plan.operand_order,
+            f"weights on the {UMMA_M}-row side of the MMA, so {block_m} tokens need no padding",
+        ),
+        Choice(
+            "cluster",
+            str(CLUSTER),
+            "a pair of CTAs shares a tile: each loads its own 128 weight rows and half of the tokens",
+        ),
+        Choice(
+            "tmem_columns",
+            str(plan.tmem_columns),
+            f"{columns}, rounded up to a power of two: two accumulators and scale factors",
+        ),
+        Choice("stages", str(stages), stage_reason),
+        Choice("experts_per_wave", str(wave), wave_reason),
+        Choice("pull_bytes", str(pull_bytes), pull_reason),
+        Choice("pool_rows", str(plan.pool_rows), pool),
+        Choice("roles", " + ".join(f"{r.warps * 32} x {r.registers}" for r in roles), role_reason),
+    )
+    return replace(plan, choices=choices)
