@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from megagen import __version__, errors
-from megagen.commands import cache, doctor, generate, inspect, plan
+from megagen.commands import bench, cache, doctor, generate, inspect, plan, run, tune
 from megagen.commands.output import warn
 
 EXIT_CODES: dict[type[errors.MegagenError], int] = {
@@ -53,6 +53,9 @@ app = typer.Typer(
 app.command("plan")(plan.plan)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
+app.command("run")(run.run)
+app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)
 app.command("doctor")(doctor.doctor)
 app.add_typer(cache.app, name="cache")
 
@@ -69,7 +72,7 @@ def megagen(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Plan, generate, compile and inspect mega-kernels for mixture-of-experts layers."""
+    """Plan, generate, compile, inspect, run and time mega-kernels for mixture-of-experts layers."""
 
 
 def main() -> None:

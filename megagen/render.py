@@ -26,9 +26,9 @@ from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, Awaited, RoleId, Tra
 
 ENTRY = "megamoe"
 QUANTIZE_ENTRY = "quantize_inputs"
+LONE_PUBLISHER_ROUTES = 1024  # four per thread of one SM: quicker than a count over all SMs
 POLL_NS = 200
 DRAIN_NS = 50_000  # far above the time that an issued bulk copy takes to land
-COMBINE_COLUMNS = (1024, 512, 256, 128)  # columns of one token per warp, the largest that divides the row
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,11 @@ def render(plan: KernelPlan) -> str:
             top_k=contract.shape.top_k,
             wgmma_n=128 if plan.operand_order == "tokens_on_m" else plan.block_m,
             pull_pieces=contract.shape.hidden // plan.pull_bytes,
-            combine_columns=combine_columns(contract.shape.hidden),
+            combine_columns=plan.combine_columns,
             math_warps=MATH_WARPS,
             math_threads=MATH_WARPS * 32,
             constants=constants(plan),
             params=params_fields(contract.ranks, plan.trace),
-            tile_order=plan.tile_order,
             tracing=plan.trace,
             status=STATUS_FIELDS,
         )
@@ -134,11 +133,6 @@ def render_quantize(contract: Contract) -> str:
     )
 
 
-def combine_columns(hidden: int) -> int:
-    """Columns of one token that a warp combines at a time."""
-    return next(c for c in COMBINE_COLUMNS if hidden % c == 0)
-
-
 def _finish(text: str) -> str:
     lines = [line.rstrip() for line in text.splitlines()]
     return "\n".join(line for i, line in enumerate(lines) if line or (i and lines[i - 1])) + "\n"
@@ -149,7 +143,7 @@ def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
     contract, shape = plan.contract, plan.contract.shape
     weights = plan.weight_layout
     roles = {role.name: role for role in plan.roles}
-    columns = combine_columns(shape.hidden)
+    columns = plan.combine_columns
     on_m = plan.operand_order == "tokens_on_m"
     half_rows = 128 if on_m else 64  # weight rows of half a warpgroup's part of the tile
     groups = [
@@ -201,6 +195,7 @@ def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
                 Constant("PULL_BUFFERS", str(PULL_BUFFERS), "token rows in flight per SM"),
                 Constant("ORDER_SLOTS", str(ORDER_SLOTS), "tile numbers between weight loader and token loader"),
                 Constant("SF_PER_LANE", str(-(-shape.hidden // SF_BLOCK // 32)), "scale factors of a token row per lane"),
+                Constant("LONE_PUBLISHER_ROUTES", str(LONE_PUBLISHER_ROUTES), "up to so many, one SM publishes all"),
                 Constant("RANKS_PER_LANE", str(-(-contract.ranks // 32)), "source ranks that a lane looks after"),
                 Constant("COMBINE_COLUMNS", str(columns), "columns of one token per warp"),
                 Constant("COMBINE_STEPS", str(max(1, columns // 256)), "steps of 256 columns"),

@@ -83,6 +83,7 @@ def test_blackwell_plans_stay_within_tensor_memory_and_named_barriers(plan):
     assert len(set(ids)) == len(ids) and min(ids) > 0 and max(ids) < arch.named_barriers
     assert all(barrier.threads % 32 == 0 and barrier.threads <= plan.threads for barrier in plan.named_barriers)
     assert arch.mma[1].allows_n(plan.block_m) and arch.mma[1].m == sm100.UMMA_M
+    assert all(plan.pool_rows % block_m == 0 for block_m in plan.ladder)
 
 
 # Room for any routing
@@ -362,7 +363,7 @@ def test_a_wave_is_the_smallest_divisor_that_fills_the_sms(contract, tokens, sms
     tokens = min(tokens, contract.max_tokens)
     chosen, reason = choose_experts_per_wave(contract, sms, 64, tokens, sms_each)
     rows = workload.rows_per_expert(contract, tokens)
-    tiles = math.ceil(max(rows, 1) / 64) * min(1.0, rows) * 2 * contract.shape.intermediate // 256
+    tiles = math.ceil(max(rows, 1) / 64) * min(1.0, rows) * (2 * contract.shape.intermediate // 256)
 
     def fills(count: int) -> bool:
         return tiles * count / IMBALANCE >= sms // sms_each

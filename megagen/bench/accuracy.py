@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -44,7 +44,7 @@ class Accuracy:
         self,
         inputs: Inputs,
         weights: ExpertWeights,
-        activation: Activation = "fast",
+        activation: str = "fast",
         clamp: float | None = None,
     ) -> None:
         def reference(quantize_intermediate: bool) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Accuracy:
                 inputs.topk_ids,
                 inputs.topk_weights,
                 weights,
-                activation=activation,
+                activation=cast(Activation, activation),
                 clamp=clamp,
                 quantize_intermediate=quantize_intermediate,
             )

@@ -45,41 +45,12 @@ class Megagen:
         self.layer.load_weights(*weights)
         self.layer.prepare()
 
-
     def plan(self, tokens: int) -> KernelPlan:
         """What a call with so many tokens runs."""
         return self.layer.launcher_for(tokens).plan
 
     def calls(self, inputs: Inputs) -> list[Call]:
-        return [self.kernel_call(inputs), self._end_to_end(inputs)]
-
-    def kernel_call(self, inputs: Inputs) -> Call:
-        """The call with its inputs already in place."""
-        place = self.layer.inputs(len(inputs.x))
-        output = torch.empty_like(inputs.x)
-
-        def prepare() -> None:
-            for view, values in zip(place, inputs[1:], strict=True):
-                view.copy_(values)
-            poison(output)
-
-        def run() -> None:
-            self.layer((place.x, place.x_sf), place.topk_ids, place.topk_weights, out=output)
-
-        return Call(KERNEL, prepare, run, output)
-
-    def _end_to_end(self, inputs: Inputs) -> Call:
-        place = self.layer.inputs(len(inputs.x))
-        output = torch.empty_like(inputs.x)
-
-        def prepare() -> None:
-            clear(place.x)
-            poison(output)
-
-        def run() -> None:
-            self.layer(inputs.x, inputs.topk_ids, inputs.topk_weights, out=output)
-
-        return Call(END_TO_END, prepare, run, output)
+        return [kernel_call(self.layer, inputs), end_to_end_call(self.layer, inputs)]
 
     def check(self) -> None:
         self.layer.check()
@@ -90,6 +61,37 @@ class Megagen:
     def memory_bytes(self) -> int:
         sizes = self.layer.memory_bytes()
         return sizes["total"] - sizes["weights"]
+
+
+def kernel_call(layer: MegaMoE, inputs: Inputs) -> Call:
+    """A layer's call with its inputs already in place: one launch."""
+    place = layer.inputs(len(inputs.x))
+    output = torch.empty_like(inputs.x)
+
+    def prepare() -> None:
+        for view, values in zip(place, inputs[1:], strict=True):
+            view.copy_(values)
+        poison(output)
+
+    def run() -> None:
+        layer((place.x, place.x_sf), place.topk_ids, place.topk_weights, out=output)
+
+    return Call(KERNEL, prepare, run, output)
+
+
+def end_to_end_call(layer: MegaMoE, inputs: Inputs) -> Call:
+    """A layer's call with bfloat16 input: quantization, then the layer."""
+    place = layer.inputs(len(inputs.x))
+    output = torch.empty_like(inputs.x)
+
+    def prepare() -> None:
+        clear(place.x)
+        poison(output)
+
+    def run() -> None:
+        layer(inputs.x, inputs.topk_ids, inputs.topk_weights, out=output)
+
+    return Call(END_TO_END, prepare, run, output)
 
 
 def poison(output: torch.Tensor) -> None:

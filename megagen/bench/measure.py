@@ -13,7 +13,7 @@ import torch
 from megagen.bench.accuracy import LIMITS, Accuracy, Errors, worst
 from megagen.bench.cases import Case, Inputs, make_inputs, rank_loads, route
 from megagen.bench.ceilings import measure_ceilings
-from megagen.bench.contenders import MEGAGEN, Contender, Megagen, available_contenders
+from megagen.bench.contenders import MEGAGEN, Contender, Megagen, available_contenders, kernel_call
 from megagen.bench.processes import Ranks
 from megagen.bench.timing import Call, Timer, Timing
 from megagen.weights import ExpertWeights, random_experts
@@ -165,7 +165,7 @@ class ModelBench:
         counts = [tokens] * ranks.world
         inputs = make_inputs(case.shape, routing, counts, ranks.rank, self._job.seed, ranks.device)
         ranks.report("doing", case=case, step="balanced")
-        timings, problem = ranks.attempt(lambda: self._time([ours.kernel_call(inputs)], [MEGAGEN]))
+        timings, problem = ranks.attempt(lambda: self._time([kernel_call(ours.layer, inputs)], [MEGAGEN]))
         return {"tokens": tokens, "us": timings[0].us} if timings else {"tokens": tokens, "problem": problem}
 
 
@@ -180,4 +180,8 @@ def _first_calls(contender: Contender, inputs: Inputs) -> list[Call]:
 
 
 def _numbers(timing: Timing, errors: Errors, limits: Errors) -> dict[str, Any]:
-    return {**timing._asdict(), "errors": errors._asdict(), "right": errors.within(limits)}
+    return {
+        **timing._asdict(),
+        "errors": errors._asdict(),
+        "right": errors.within(limits) and timing.same_bits,
+    }

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from megagen.bench.cases import Case
@@ -179,9 +180,19 @@ def tables(record: Mapping[str, Any]) -> list[Table | str]:
     shown += [
         f"{case_of(row)}: {name}: {problem}"
         for row in record["rows"]
-        for name, problem in row["failures"].items()
+        for name, problem in [*row["failures"].items(), *wrong_results(row)]
     ]
     return [*shown, *record["problems"]]
+
+
+def wrong_results(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(contender, what is wrong) of each result that is off or differs between its samples."""
+    return [
+        (name, f"{column}: wrong, errors {result['errors']}, same bits: {result['same_bits']}")
+        for name, columns in row["results"].items()
+        for column, result in columns.items()
+        if not result["right"]
+    ]
 
 
 def ceilings_line(ceilings: Mapping[str, float] | None) -> str:
@@ -195,35 +206,39 @@ def ceilings_line(ceilings: Mapping[str, float] | None) -> str:
 
 
 def column_table(record: Mapping[str, Any], column: str) -> Table:
-    """Times in microseconds, one row per case."""
-    headings = ["case", "tile", "megagen", "peer", "ratio", "target", "met", "floor", "of floor"]
-    headings += ["TFLOP/s", "useful rows", "right", "same bits"]
+    """Times in microseconds, one row per case; ``met``: within the target, or 1.08 times the floor."""
+    headings = ["model", "tokens", "tile", "megagen", "peer", "ratio", "aim", "met", "floor", "of it"]
+    headings += ["TFLOP/s", "useful", "right"]
     if column == "end_to_end":
-        headings.insert(4, "pytorch")
-    table = _table(f"EP-{record['ranks']}, {COLUMNS[column]}; us", headings)
+        headings.insert(5, "pytorch")
+    routings = ", ".join(dict.fromkeys(row["routing"] for row in record["rows"]))
+    table = _table(f"EP-{record['ranks']}, {routings}, {COLUMNS[column]}; microseconds", headings)
     for row in record["rows"]:
-        verdict = judge(row, column, record["ceilings"])
-        ours = verdict.ours_us
-        result = row["results"].get(MEGAGEN, {}).get(column, {})
-        cells = [
-            str(case_of(row)),
-            f"m{row['block_m']}" if row["block_m"] else "",
-            _number(ours, "{:,.1f}"),
-            _number(verdict.peer_us, "{:,.1f}"),
-            _number(verdict.ratio, "{:.3f}"),
-            f"{verdict.target:.2f}",
-            _yes_no(verdict.met),
-            _number(verdict.floor_us, "{:,.1f}"),
-            _number(verdict.floor_us and ours and verdict.floor_us / ours, "{:.0%}"),
-            _number(ours and tflops(row, ours), "{:,.0f}"),
-            f"{useful_share(row):.0%}",
-            _yes_no(result.get("right")),
-            _yes_no(result.get("same_bits")),
-        ]
-        if column == "end_to_end":
-            cells.insert(4, _number(verdict.baseline_us, "{:,.0f}"))
-        table.add_row(*cells)
+        table.add_row(*_cells(row, column, record["ceilings"]))
     return table
+
+
+def _cells(row: Mapping[str, Any], column: str, ceilings: Mapping[str, float] | None) -> list[str]:
+    verdict = judge(row, column, ceilings)
+    ours, floor = verdict.ours_us, verdict.floor_us
+    cells = [
+        row["model"],
+        f"{row['tokens']:,}",
+        f"m{row['block_m']}" if row["block_m"] else "-",
+        _number(ours, "{:,.1f}"),
+        _number(verdict.peer_us, "{:,.1f}"),
+        _number(verdict.ratio, "{:.3f}"),
+        f"{verdict.target:.2f}",
+        _yes_no(verdict.met),
+        _number(floor, "{:,.1f}"),
+        _number(floor and ours and floor / ours, "{:.0%}"),
+        _number(ours and tflops(row, ours), "{:,.0f}"),
+        f"{useful_share(row):.0%}",
+        _yes_no(row["results"].get(MEGAGEN, {}).get(column, {}).get("right")),
+    ]
+    if column == "end_to_end":
+        cells.insert(5, _number(verdict.baseline_us, "{:,.0f}"))
+    return cells
 
 
 def memory_table(record: Mapping[str, Any]) -> Table:
@@ -262,7 +277,7 @@ def balance_table(record: Mapping[str, Any]) -> Table:
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     return table

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
-
 from megagen.bench.cases import Case, make_inputs, route
-from megagen.bench.contenders import Megagen
+from megagen.bench.contenders import kernel_call
 from megagen.bench.processes import Ranks
 from megagen.bench.timing import Call, Timer, same_bits
 from megagen.contract import Contract, WeightLayout
 from megagen.planning import KernelPlan, make_plan
 from megagen.planning.plan import BLOCK_N
+from megagen.runtime.layer import MegaMoE
 from megagen.runtime.symmetric import SymmBuffer
 from megagen.tuning import candidate_choices
 from megagen.weights import KernelWeights, random_experts, to_kernel_layout
@@ -45,13 +45,13 @@ class Tuner:
         self._buffer = SymmBuffer(contract.shape, ranks.group, max_tokens=contract.max_tokens)
         self._sms = job.num_sms or self._buffer.gpu.sms
         self._weights = self._own_weights()
-        self._layers: dict[str, Megagen] = {}
+        self._layers: dict[str, MegaMoE] = {}
 
     def run(self) -> None:
         gpu = self._buffer.gpu
         self._ranks.report("setup", gpu=gpu.name, arch=gpu.arch.name, sms=self._sms)
         for tokens in self._job.tokens:
-            results, problem = self._ranks.attempt(lambda tokens=tokens: self._compare(tokens))  # type: ignore[misc]
+            results, problem = self._ranks.attempt(partial(self._compare, tokens))
             self._ranks.report("tuned", tokens=tokens, results=results or [], problem=problem)
             if problem:
                 self._buffer.reset()
@@ -77,14 +77,23 @@ class Tuner:
         routing = route(case, ranks.world, job.seed)
         counts = [tokens] * ranks.world
         inputs = make_inputs(case.shape, routing, counts, ranks.rank, job.seed, ranks.device)
-        return [self._layer(plan).kernel_call(inputs) for plan in plans]
+        return [kernel_call(self._layer(plan), inputs) for plan in plans]
 
-    def _layer(self, plan: KernelPlan) -> Megagen:
+    def _layer(self, plan: KernelPlan) -> MegaMoE:
+        """The layer that uses a plan, made once: neighbouring token counts share candidates."""
         if plan.hash not in self._layers:
             contract = self._job.contract
-            self._layers[plan.hash] = Megagen.of_plan(
-                plan, self._buffer, self._weights, num_sms=self._sms, activation=contract.activation, clamp=contract.clamp
+            layer = MegaMoE(
+                contract.shape,
+                buffer=self._buffer,
+                num_sms=self._sms,
+                plan=plan,
+                activation=contract.activation,
+                clamp=contract.clamp,
             )
+            layer.use_weights(self._weights)
+            layer.prepare()
+            self._layers[plan.hash] = layer
         return self._layers[plan.hash]
 
     def _own_weights(self) -> KernelWeights:

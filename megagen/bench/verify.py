@@ -63,9 +63,7 @@ class Runner:
             "clamp": contract.clamp,
             "timeout": job.timeout,
         }
-        self._weights = random_experts(
-            contract.shape, range(contract.shape.experts), job.seed, ranks.device
-        )
+        self._weights = random_experts(contract.shape, range(contract.shape.experts), job.seed, ranks.device)
         if job.local:
             self._group = MegaMoE.local_group(contract.shape, ranks=contract.ranks, **options)
             self._group.load_weights(self._weights)

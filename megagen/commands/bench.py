@@ -1,7 +1,5 @@
 """``megagen bench``: the layer against others and against the machine's limits."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

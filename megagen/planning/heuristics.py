@@ -16,7 +16,6 @@ from megagen.planning.plan import (
     KernelPlan,
     OperandOrder,
     Role,
-    TileOrder,
     cta_smem,
 )
 from megagen.planning.rules import choose_experts_per_wave, choose_pull_bytes
@@ -26,7 +25,7 @@ from megagen.planning.workload import likely_rows_per_expert, rows_per_expert
 FORMAT_OF_ARCH = {"sm90": "fp8_block", "sm100": "mxfp8_mxfp4", "sm103": "mxfp8_mxfp4"}
 MAX_STAGES = 8  # more in flight gains nothing: 8 stages of 40 KiB hide 10 us of latency at an SM's share of HBM bandwidth
 MAX_PULL_BYTES = 7168  # two row buffers of this size leave room for the stages
-M_FIRST_BLOCKS = 3  # measured on H200: 6 blocks gain 3 % by M first, 1.5 blocks lose 4 %
+COMBINE_COLUMNS = (1024, 512, 256, 128)  # 256 columns are one 16-byte load per lane; 128 where a row is no multiple of 256
 
 
 def choose_block_m(contract: Contract, tokens: int) -> tuple[int, str]:
@@ -46,12 +45,13 @@ def choose_operand_order(block_m: int) -> tuple[OperandOrder, str]:
     return "tokens_on_m", "scales of 2 rows per thread instead of 32 columns; an SF group lies in one warp"
 
 
-def choose_tile_order(contract: Contract, block_m: int, tokens: int) -> tuple[TileOrder, str]:
-    """M first from M_FIRST_BLOCKS row blocks per expert on; below, SMs that start together would fetch weights twice."""
-    blocks = rows_per_expert(contract, tokens) / block_m
-    if blocks >= M_FIRST_BLOCKS:
-        return "m_first", f"{blocks:.1f} row blocks per expert share each weight tile while it is in L2"
-    return "n_first", f"{blocks:.1f} row blocks per expert: a weight tile is in L2 by the time a second block wants it"
+def choose_combine_columns(contract: Contract, sms: int, tokens: int) -> tuple[int, str]:
+    """The most columns per warp, of COMBINE_COLUMNS, that still give every warp of the grid a unit of some token."""
+    hidden = contract.shape.hidden
+    sizes = [size for size in COMBINE_COLUMNS if hidden % size == 0 and (size >= 256 or hidden % 256)]
+    warps = sms * (MATH_WARPS + 1)
+    columns = next((size for size in sizes if tokens * hidden // size >= warps), sizes[-1])
+    return columns, f"{tokens * hidden // columns} units for {warps} warps"
 
 
 def choose_stages(
@@ -104,7 +104,7 @@ def make_plan(
     order, order_reason = choose_operand_order(block_m)
     pull_bytes, pull_reason = choose_pull_bytes(contract, MAX_PULL_BYTES)
     stages, stage_reason = choose_stages(machine, contract, order, block_m, pull_bytes)
-    tile_order, tile_order_reason = choose_tile_order(contract, block_m, tokens)
+    columns, columns_reason = choose_combine_columns(contract, sms, tokens)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens)
     roles, role_reason = roles_sm90()
     plan = KernelPlan(
@@ -117,12 +117,12 @@ def make_plan(
         pull_bytes=pull_bytes,
         roles=roles,
         expected_tokens=tokens,
-        tile_order=tile_order,
+        combine_columns=columns,
         choices=(
             Choice("block_m", str(block_m), block_reason),
             Choice("operand_order", order, order_reason),
             Choice("stages", str(stages), stage_reason),
-            Choice("tile_order", tile_order, tile_order_reason),
+            Choice("combine_columns", str(columns), columns_reason),
             Choice("experts_per_wave", str(wave), wave_reason),
             Choice("pull_bytes", str(pull_bytes), pull_reason),
             Choice("roles", " + ".join(f"{r.warps * 32} x {r.registers}" for r in roles), role_reason),

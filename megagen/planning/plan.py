@@ -16,7 +16,6 @@ from megagen.contract import DTYPE_BYTES, SF_BLOCK, Contract, Layout, Region, We
 from megagen.errors import PlanError
 
 OperandOrder = Literal["tokens_on_m", "tokens_on_n"]
-TileOrder = Literal["m_first", "n_first"]
 
 BLOCK_N = 256  # weight rows of a tile: one SF group of 128 intermediate columns, gate and up
 BLOCK_K = 128  # bytes of K per pipeline stage, one scale block
@@ -70,8 +69,8 @@ class KernelPlan:
 
     `block_m`: token rows of a tile. `operand_order`: ``tokens_on_m`` gives each math warpgroup 64 token rows of the tile,
     ``tokens_on_n`` (A and B swapped) gives it 128 weight rows. `stages`: depth of the load pipeline. `experts_per_wave`: experts whose L1
-    tiles precede their L2 tiles. `pull_bytes`: piece of a token row that a dispatch warp copies at a time. `tile_order`: which
-    index of an expert's tiles runs fastest. `trace`: the kernel records what each warp does.
+    tiles precede their L2 tiles. `pull_bytes`: piece of a token row that a dispatch warp copies at a time. `combine_columns`:
+    columns of one token that a warp combines at a time. `trace`: the kernel records what each warp does.
     """
 
     contract: Contract
@@ -83,7 +82,7 @@ class KernelPlan:
     pull_bytes: int
     roles: tuple[Role, ...]
     expected_tokens: int
-    tile_order: TileOrder = "m_first"
+    combine_columns: int
     trace: bool = False
     choices: tuple[Choice, ...] = field(default=(), compare=False)
 
@@ -195,7 +194,7 @@ class KernelPlan:
                 pull_bytes=values["pull_bytes"],
                 roles=tuple(Role(**role) for role in values["roles"]),
                 expected_tokens=values["expected_tokens"],
-                tile_order=values["tile_order"],
+                combine_columns=values["combine_columns"],
                 trace=values["trace"],
                 choices=tuple(Choice(**choice) for choice in values["choices"]),
             )

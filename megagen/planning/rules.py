@@ -14,18 +14,21 @@ TILE_WEIGHT_ROWS = 256  # of a tile, on one SM or on a pair
 def choose_experts_per_wave(
     contract: Contract, sms: int, block_m: int, tokens: int, sms_each: int = 1
 ) -> tuple[int, str]:
-    """The fewest experts, among the divisors of E/R, whose expected L1 tiles, halved for imbalance, fill all SMs (or clusters of `sms_each`)."""
+    """The fewest experts, among the divisors of E/R, whose expected L1 tiles, halved for imbalance, fill all SMs.
+
+    A tile takes one SM, or a cluster of `sms_each`.
+    """
     experts, workers = contract.local_experts, sms // sms_each
     unit = "SMs" if sms_each == 1 else f"clusters of {sms_each}"
     n_tiles = 2 * contract.shape.intermediate // TILE_WEIGHT_ROWS
     rows = rows_per_expert(contract, tokens)
-    tiles = max(1, ceil_div(max(1, math.ceil(rows)), block_m)) * n_tiles * min(1.0, rows) if rows else 0.0
+    tiles = max(1, ceil_div(math.ceil(rows), block_m)) * min(1.0, rows) * n_tiles
     for count in range(1, experts + 1):
         if experts % count == 0 and tiles * count / IMBALANCE >= workers:
-            reason = f"{tiles * count:.0f} L1 tiles expected in a wave, at least {IMBALANCE} for each of {workers} {unit}"
-            return count, reason
-    reason = f"{tiles * experts:.0f} L1 tiles in all: less than {IMBALANCE} for each of {workers} {unit}, so one wave"
-    return experts, reason
+            expected = f"{tiles * count:.0f} L1 tiles expected in a wave"
+            return count, f"{expected}, at least {IMBALANCE} for each of {workers} {unit}"
+    expected = f"{tiles * experts:.0f} L1 tiles in all"
+    return experts, f"{expected}: less than {IMBALANCE} for each of {workers} {unit}, so one wave"
 
 
 def choose_pull_bytes(contract: Contract, limit: int) -> tuple[int, str]:

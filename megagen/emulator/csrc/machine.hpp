@@ -347,6 +347,8 @@ struct Machine {
   std::deque<Instr> reduction_instrs;  // tensor reductions with their element type filled in
   uint64_t probed_at = UINT64_MAX;  // progress_count when all sleepers were last given another try
   uint64_t time_step = 1000;
+  uint64_t idle_progress = 0, barren_progress = 0, barren_from = 0;  // progress_count when last looked at
+  uint32_t idle_rounds = 0;
 
  private:
   Fragment* pick(Warp& warp);

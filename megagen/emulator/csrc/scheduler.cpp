@@ -13,6 +13,8 @@ constexpr uint32_t kProbePatience = 256;  // the same, when it is the last chanc
 constexpr size_t kMaxPlaces = 128;        // words that one loop may poll
 constexpr uint32_t kStarvation = 4096;    // instructions that one fragment may run while others of its warp are ready
 constexpr uint64_t kMaxTimeStep = 1000000000;
+constexpr uint32_t kIdleRounds = 1000;    // times that sleepers wake up in vain before their sleep counts as polling
+constexpr uint64_t kBarren = 20000000;    // warp instructions without any change that others can see
 
 uint64_t mix(uint64_t h, uint64_t v) {
   h ^= v + 0x9E3779B97F4A7C15 + (h << 6) + (h >> 2);
@@ -370,10 +372,14 @@ bool Machine::idle() {
     any = true;
     if (f.wait == Wait::Time) earliest = std::min(earliest, f.wake_time);
     if (f.wait == Wait::Poll && f.timed) (f.watched.empty() ? pure_time : timed) = true;
-    if (f.wait == Wait::Mbarrier) timed = true;
+    if (f.wait == Wait::Mbarrier || f.wait == Wait::Time) timed = true;
   });
   if (!any) return false;
-  if (earliest != UINT64_MAX) {
+  if (idle_progress != progress_count) {
+    idle_progress = progress_count;
+    idle_rounds = 0;
+  }
+  if (earliest != UINT64_MAX && ++idle_rounds < kIdleRounds) {
     time_ns = std::max(time_ns, earliest);
     each([&](Warp& w, Fragment& f) {
       if (f.wait == Wait::Time && f.wake_time <= time_ns) wake(w, f);
@@ -384,6 +390,8 @@ bool Machine::idle() {
     each([&](Warp& w, Fragment& f) {
       if (f.wait == Wait::Mbarrier) {
         f.give_up = true;
+        wake(w, f);
+      } else if (f.wait == Wait::Time) {
         wake(w, f);
       } else if (f.wait == Wait::Poll && (!only_timed || f.timed)) {
         f.patience = patience;
@@ -439,6 +447,12 @@ void Machine::run() {
       if (!w->live) continue;
       ++tick;
       run_warp(*w);
+      if (barren_progress != progress_count) {
+        barren_progress = progress_count;
+        barren_from = counters.instructions;
+      } else if (counters.instructions - barren_from > kBarren && events.empty()) {
+        deadlock();
+      }
       if (options.max_steps && counters.instructions > options.max_steps) {
         fail(ErrorKind::StepLimit, format("the run took more than max_steps=%llu warp instructions; raise max_steps if the kernel may take that long",
                                           static_cast<unsigned long long>(options.max_steps)));
