@@ -15,7 +15,7 @@ from megagen.planning import make_plan
 from megagen.reference import moe_forward, relative_error
 from megagen.weights import ExpertWeights, random_experts
 
-TINY = MoEShape.preset("tiny")
+MICRO = MoEShape.preset("micro")
 CPU = torch.device("cpu")
 
 
@@ -100,7 +100,8 @@ class FakeLayer:
     def load_weights(self, *weights: torch.Tensor) -> None:
         self.weights = ExpertWeights(*weights)
 
-    use_weights = load_weights
+    def use_weights(self, weights: Any) -> None:
+        self.weights = weights
 
     def prepare(self) -> None:
         pass
@@ -161,11 +162,11 @@ def run_baseline(ranks: Any, tokens: int) -> None:
 
 
 def baseline_error(ranks: Any, tokens: int) -> float:
-    case = Case("tiny", TINY, tokens)
-    weights = random_experts(TINY, range(TINY.experts))
+    case = Case("micro", MICRO, tokens)
+    weights = random_experts(MICRO, range(MICRO.experts))
     own = ExpertWeights(*(tensor.chunk(ranks.world)[ranks.rank] for tensor in weights))
-    inputs = make_inputs(TINY, route(case, ranks.world, 3), [tokens] * ranks.world, ranks.rank, 3, CPU)
-    (call,) = baseline.PyTorch(ranks, TINY, own, tokens).calls(inputs)
+    inputs = make_inputs(MICRO, route(case, ranks.world, 3), [tokens] * ranks.world, ranks.rank, 3, CPU)
+    (call,) = baseline.PyTorch(ranks, MICRO, own, tokens).calls(inputs)
     call.prepare()
     call.run()
     expected = moe_forward(

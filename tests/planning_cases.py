@@ -34,7 +34,7 @@ def contracts(draw, format=None, max_tokens=16_384):
 
 @st.composite
 def plans(draw, max_tokens=16_384, arch=None):
-    """Plans as the planner makes them: any architecture, token count and SM count, tile rows chosen or forced."""
+    """Plans of any architecture, token count and SM count; tile rows are chosen or forced."""
     arch = arch or draw(st.sampled_from(sorted(ARCHS)))
     contract = draw(contracts(FORMAT_OF_ARCH[arch], max_tokens))
     tokens = draw(st.integers(0, contract.max_tokens))

@@ -1,11 +1,12 @@
 """Benchmarks without a GPU: cases, verdicts, the flow of a session, and the baseline's routing."""
 
+import io
 import json
 
 import numpy as np
 import pytest
 import torch
-from bench_fakes import CPU, TINY, FakeTimer, OneRank, ReferenceContender, baseline_error, plain_grouped_gemm
+from bench_fakes import CPU, MICRO, FakeTimer, OneRank, ReferenceContender, baseline_error, plain_grouped_gemm
 from rich.console import Console
 
 from megagen import DeviceError, InputError, MegaMoETimeout, MoEShape, ShapeError
@@ -68,7 +69,7 @@ def test_cases_are_models_times_counts():
     [("flash9", "8", ShapeError), ("flash8", "0", InputError), ("flash8", "8;9", InputError)],
 )
 def test_bad_cases_are_named(models, tokens, error):
-    with pytest.raises(error, match="flash9|tokens="):
+    with pytest.raises(error, match=r"flash9|tokens="):
         make_cases(models, tokens, 1)
 
 
@@ -89,10 +90,10 @@ def test_loads_are_what_counting_gives():
 
 
 def test_ranks_get_their_part_of_the_same_tokens():
-    case = Case("tiny", TINY, 5)
+    case = Case("micro", MICRO, 5)
     routing = route(case, 2, seed=1)
-    whole = make_inputs(TINY, routing, [10], 0, 1, CPU)
-    parts = [make_inputs(TINY, routing, [5, 5], rank, 1, CPU) for rank in (0, 1)]
+    whole = make_inputs(MICRO, routing, [10], 0, 1, CPU)
+    parts = [make_inputs(MICRO, routing, [5, 5], rank, 1, CPU) for rank in (0, 1)]
     for all_rows, *of_ranks in zip(whole, *parts):
         assert torch.equal(all_rows.view(torch.uint8), torch.cat(of_ranks).view(torch.uint8))
 
@@ -178,7 +179,7 @@ def test_tables_show_every_row_and_every_problem():
     failed = make_row("pro8", results={}, failures={"megagen": "rank 1: it broke"}, block_m=None)
     rows = [make_row(), skewed, failed, wrong]
     record = {"rows": rows, "ceilings": CEILINGS, "problems": ["something ended"], "ranks": 2}
-    console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))
+    console = Console(width=200, record=True, file=io.StringIO())
     for shown in report.tables(record):
         console.print(shown)
     text = console.export_text()
@@ -223,7 +224,7 @@ def fake_contenders(monkeypatch):
 
 def test_one_contenders_failure_leaves_the_others(fake_contenders):
     ranks = OneRank()
-    job = Job((Case("tiny", TINY, 4), Case("tiny", TINY, 9)), fake_contenders, 16, ceilings=False)
+    job = Job((Case("micro", MICRO, 4), Case("micro", MICRO, 9)), fake_contenders, 16, ceilings=False)
     measure.measure(ranks, job)
     rows = [message["row"] for message in ranks.of("row")]
     assert [row["tokens"] for row in rows] == [4, 9]
@@ -241,14 +242,20 @@ def test_one_contenders_failure_leaves_the_others(fake_contenders):
 
 def test_every_step_is_announced_before_it_starts(fake_contenders):
     ranks = OneRank()
-    measure.measure(ranks, Job((Case("tiny", TINY, 4),), ("megagen",), 16, ceilings=False))
+    measure.measure(ranks, Job((Case("micro", MICRO, 4),), ("megagen",), 16, ceilings=False))
     steps = [message["step"] for message in ranks.of("doing")]
-    assert steps == ["weights", "megagen", "megagen", "timing", "accuracy"]
+    assert steps == ["weights", "making megagen", "megagen", "timing", "accuracy"]
 
 
 def test_excluded_contenders_are_not_made(fake_contenders):
     ranks = OneRank()
-    job = Job((Case("tiny", TINY, 4),), fake_contenders, 16, frozenset({("tiny", "megagen")}), ceilings=False)
+    job = Job(
+        (Case("micro", MICRO, 4),),
+        fake_contenders,
+        16,
+        frozenset({("micro", None, "megagen")}),
+        ceilings=False,
+    )
     measure.measure(ranks, job)
     (message,) = ranks.of("row")
     assert set(message["row"]["results"]) == {"sgl-deep-gemm"}
@@ -258,21 +265,21 @@ def test_contenders_are_chosen_by_name(monkeypatch):
     monkeypatch.setattr(contenders, "is_installed", lambda name: False)
     assert contenders.choose_contenders(None) == ("megagen", "pytorch")
     assert contenders.choose_contenders("pytorch") == ("pytorch",)
-    with pytest.raises(InputError, match="sgl-deep-gemm.*megagen, pytorch"):
+    with pytest.raises(InputError, match=r"sgl-deep-gemm.*megagen, pytorch"):
         contenders.choose_contenders("megagen,sgl-deep-gemm")
 
 
 # Sessions
 
 
-CASES = tuple(Case(model, TINY, tokens) for model in ("a", "b") for tokens in (1, 2))
+CASES = tuple(Case(model, MICRO, tokens) for model in ("a", "b") for tokens in (1, 2))
 
 
 class FakeProcesses:
     """Runs jobs as groups of processes would; ``fatal`` steps end a group."""
 
-    def __init__(self, *fatal, error=DeviceError("died")):
-        self.fatal, self.error, self.started = fatal, error, 0
+    def __init__(self, *fatal, error=None):
+        self.fatal, self.error, self.started = fatal, error or DeviceError("died"), 0
 
     def __call__(self, job):
         self.started += 1
@@ -281,7 +288,9 @@ class FakeProcesses:
             yield {"kind": "ceilings", "values": CEILINGS, "problem": ""}
         for case in job.cases:
             for name in job.contenders:
-                if (case.model, name) not in job.excluded:
+                if (case.model, None, name) not in job.excluded:
+                    yield self.step(case, f"making {name}")
+                if not job.leaves_out(case, name):
                     yield self.step(case, name)
             yield self.step(case, "timing")
             yield {"kind": "row", "case": case, "row": {"model": case.model, "tokens": case.tokens}}
@@ -315,12 +324,26 @@ def test_a_session_without_trouble(tmp_path):
     assert "b, 2 tokens: timing" in lines
 
 
-def test_a_fatal_contender_is_left_out_for_its_model(tmp_path):
-    processes = FakeProcesses(("a", 2, "peer"))
-    session, rows, _ = run_session(processes, tmp_path)
+def test_a_fatal_contender_is_left_out_of_its_row(tmp_path):
+    processes = FakeProcesses(("a", 1, "peer"))
+    session, rows, lines = run_session(processes, tmp_path)
     assert rows == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
     assert processes.started == 2
-    assert session.problems == ["a, 2 tokens: peer ended the processes: died"]
+    assert session.problems == ["a, 1 tokens: peer ended the processes: died"]
+    assert "a, 2 tokens: peer" in lines
+
+
+@pytest.mark.parametrize(
+    "fatal", [[("a", 1, "making peer")], [("a", 1, "peer"), ("a", 2, "peer")]], ids=["made", "called twice"]
+)
+def test_a_contender_without_hope_is_left_out_of_its_model(tmp_path, fatal):
+    processes = FakeProcesses(*fatal)
+    _, rows, lines = run_session(processes, tmp_path)
+    assert len(rows) == 4
+    assert processes.started == 1 + len(fatal)
+    steps = [line for line in lines if line.startswith("a, 2 tokens: ") and line.endswith("peer")]
+    assert len(steps) == 2 * (len(fatal) - 1), "made and called once more only if it is not without hope"
+    assert "b, 1 tokens: peer" in lines
 
 
 def test_a_fatal_row_is_left_out(tmp_path):
@@ -365,15 +388,15 @@ def test_the_baseline_computes_the_layer(plain_baseline, tokens):
 
 
 def test_the_baseline_refuses_tokens_without_experts(plain_baseline):
-    case = Case("tiny", TINY, 8, "masked")
-    inputs = make_inputs(TINY, route(case, 1, 0), [8], 0, 0, CPU)
-    layer = baseline.PyTorch(OneRank(), TINY, random_experts(TINY, range(TINY.experts)), 8)
+    case = Case("micro", MICRO, 8, "masked")
+    inputs = make_inputs(MICRO, route(case, 1, 0), [8], 0, 0, CPU)
+    layer = baseline.PyTorch(OneRank(), MICRO, random_experts(MICRO, range(MICRO.experts)), 8)
     with pytest.raises(InputError, match="topk_ids"):
         layer.calls(inputs)
 
 
 def test_row_wise_weights_are_the_block_scaled_ones():
-    weights = random_experts(TINY, range(1))
+    weights = random_experts(MICRO, range(1))
     values, scale = baseline.row_wise_weights(weights.w2, weights.w2_scale)
     exact = baseline.dequantize_fp8_block(weights.w2, weights.w2_scale)
     assert torch.allclose(values.float() * scale[:, :, None], exact, atol=exact.abs().max().item() / 16)

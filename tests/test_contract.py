@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning_cases import contracts
 
 from megagen.contract import (
     DTYPE_BYTES,
@@ -24,7 +25,6 @@ from megagen.errors import ShapeError
 from megagen.planning import plan_set
 from megagen.planning.heuristics import FORMAT_OF_ARCH
 from megagen.shape import MoEShape
-from planning_cases import contracts
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -122,7 +122,9 @@ def test_lay_out_aligns_and_separates(entries, alignment):
     layout = lay_out(*named, alignment=alignment)
     assert [(region.name, region.dtype, region.shape) for region in layout.regions] == named
     assert all(region.offset % alignment == 0 for region in layout.regions)
-    assert all(region.size == math.prod(region.shape) * DTYPE_BYTES[region.dtype] for region in layout.regions)
+    assert all(
+        region.size == math.prod(region.shape) * DTYPE_BYTES[region.dtype] for region in layout.regions
+    )
     ends = [region.end for region in layout.regions]
     assert all(end <= following.offset for end, following in zip(ends, layout.regions[1:]))
     assert ends[-1] <= layout.size and layout.size % alignment == 0
@@ -138,7 +140,9 @@ def test_the_symmetric_buffer_holds_inputs_index_and_results(contract):
     shape, symm = contract.shape, contract.symm
     tokens, local = contract.max_tokens, contract.local_experts
     assert symm["x"].size == tokens * shape.hidden
-    assert symm["x_sf"].size == tokens * shape.hidden // 128 * 4  # one float32, or four UE8M0, per 128 columns
+    assert (
+        symm["x_sf"].size == tokens * shape.hidden // 128 * 4
+    )  # one float32, or four UE8M0, per 128 columns
     assert symm["x_sf"].dtype == {"fp8_block": "f32", "mxfp8_mxfp4": "u32"}[contract.format]
     assert symm["topk_ids"].shape == symm["topk_weights"].shape == (tokens, shape.top_k)
     assert symm["combine"].size == shape.top_k * tokens * shape.hidden * 2

@@ -1,4 +1,4 @@
-"""Planning: no plan breaks a limit, no routing overflows what a plan provides, and each plan explains itself."""
+"""Planning: no plan breaks a limit, no routing overflows one, and each plan explains itself."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning_cases import contracts, plans
 
 from megagen import render
 from megagen.arch import ARCHS, Arch
@@ -20,7 +21,6 @@ from megagen.planning.cost import predict
 from megagen.planning.heuristics import FORMAT_OF_ARCH
 from megagen.planning.rules import IMBALANCE, choose_experts_per_wave
 from megagen.shape import PRESETS, MoEShape
-from planning_cases import contracts, plans
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -81,7 +81,9 @@ def test_blackwell_plans_stay_within_tensor_memory_and_named_barriers(plan):
     assert end <= plan.tmem_columns
     ids = [barrier.id for barrier in plan.named_barriers]
     assert len(set(ids)) == len(ids) and min(ids) > 0 and max(ids) < arch.named_barriers
-    assert all(barrier.threads % 32 == 0 and barrier.threads <= plan.threads for barrier in plan.named_barriers)
+    assert all(
+        barrier.threads % 32 == 0 and barrier.threads <= plan.threads for barrier in plan.named_barriers
+    )
     assert arch.mma[1].allows_n(plan.block_m) and arch.mma[1].m == sm100.UMMA_M
     assert all(plan.pool_rows % block_m == 0 for block_m in plan.ladder)
 
@@ -223,6 +225,7 @@ EDITS = {
     "stages": 3,
     "experts_per_wave": 1,
     "pull_bytes": 256,
+    "combine_columns": 128,
     "trace": True,
     "name": "another",
     "hash": "0" * 64,
@@ -232,7 +235,14 @@ EDITS = {
     "shared_memory_bytes": 1,
     "shared_memory": [],
 }
-BROKEN = {"stages": "four", "block_m": None, "experts_per_wave": 0, "pull_bytes": 0, "roles": 7, "contract": []}
+BROKEN = {
+    "stages": "four",
+    "block_m": None,
+    "experts_per_wave": 0,
+    "pull_bytes": 0,
+    "roles": 7,
+    "contract": [],
+}
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
@@ -276,6 +286,7 @@ BASES = {"sm90": make_plan(TINY, "sm90", 64), "sm100": make_plan(FLASH, "sm100",
         ("sm90", {"operand_order": "tokens_on_m"}, "operand_order='tokens_on_m'"),
         ("sm90", {"experts_per_wave": 3}, "experts_per_wave=3"),
         ("sm90", {"pull_bytes": 200}, "pull_bytes=200"),
+        ("sm90", {"combine_columns": 64}, "combine_columns=64"),
         ("sm100", {"stages": 90}, "shared memory"),
         ("sm100", {"block_m": 48}, "block_m=48"),
         ("sm100", {"block_m": 256}, "block_m=256"),
@@ -291,18 +302,25 @@ def test_validate_names_the_constraint_that_fails(arch, changes, named):
 
 
 @pytest.mark.parametrize("arch", BASES)
-@pytest.mark.parametrize(("registers", "named"), [(100, "multiples of 8"), (16, "from 24"), (256, "allocates")])
+@pytest.mark.parametrize(
+    ("registers", "named"), [(100, "multiples of 8"), (16, "from 24"), (256, "allocates")]
+)
 def test_validate_names_register_limits(arch, registers, named):
     plan = BASES[arch]
     roles = tuple(replace(role, registers=registers) for role in plan.roles)
-    with pytest.raises(PlanError, match=f"registers.*{named}"):
+    with pytest.raises(PlanError, match=rf"registers.*{named}"):
         replace(plan, roles=roles).validate()
 
 
 def test_shared_memory_that_does_not_suffice_names_the_way_out():
     crowded = Contract(MoEShape(512, 512, 60_000, 2), 1, 8, "mxfp8_mxfp4")
-    with pytest.raises(PlanError, match="shared memory.*more ranks"):
+    with pytest.raises(PlanError, match=r"shared memory.*more ranks"):
         make_plan(crowded, "sm100")
+
+
+def test_blackwell_needs_a_pair_of_sms():
+    with pytest.raises(PlanError, match="sms=1"):
+        make_plan(FLASH, "sm100", sms=1)
 
 
 @pytest.mark.parametrize(("arch", "format"), [("sm90", "mxfp8_mxfp4"), ("sm100", "fp8_block")])
@@ -319,7 +337,7 @@ def test_formats_belong_to_architectures(arch, format):
 def test_each_choice_carries_its_value_and_a_reason(plan):
     named = {choice.name: choice for choice in plan.choices}
     assert len(named) == len(plan.choices)
-    for name in ("block_m", "stages", "experts_per_wave", "pull_bytes", "operand_order"):
+    for name in ("block_m", "stages", "experts_per_wave", "pull_bytes", "combine_columns", "operand_order"):
         assert named[name].value == str(getattr(plan, name))
     assert all(choice.reason for choice in plan.choices)
 
@@ -409,9 +427,11 @@ def test_gpt_oss_is_refused_by_name():
 
 def test_planning_imports_neither_torch_nor_jinja2():
     program = (
-        "import sys, megagen.planning.cost, megagen.planning.sm100 as s, megagen.contract as c, megagen.shape as h\n"
+        "import sys, megagen.planning.cost\n"
+        "from megagen.contract import Contract\n"
         "from megagen.planning import plan_set\n"
-        "plan_set(c.Contract(h.MoEShape.preset('tiny'), 1, 64, 'mxfp8_mxfp4'), 'sm100')\n"
+        "from megagen.shape import MoEShape\n"
+        "plan_set(Contract(MoEShape.preset('tiny'), 1, 64, 'mxfp8_mxfp4'), 'sm100')\n"
         "print(*sorted({'torch', 'jinja2', 'cuda'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -439,20 +459,25 @@ def test_blackwell_tile_numbers(block_m, columns, tokens_staged, sf_bytes, tile_
     assert (plan.token_sf_bytes, plan.token_tile_bytes) == (sf_bytes, tile_bytes)
     assert (plan.weight_stage_bytes, plan.weight_transaction_bytes) == (16384, 8192)
     assert plan.stage_transaction_bytes == 8192 + 512 + tokens_staged + sf_bytes
-    assert plan.stage_bytes * plan.stages == sum(plan.smem[f"{name}_stages"].size for name in ("weight", "token")) + sum(
-        plan.smem[f"{name}_sf_stages"].size for name in ("weight", "token")
-    )
+    assert plan.stage_bytes * plan.stages == sum(
+        plan.smem[f"{name}_stages"].size for name in ("weight", "token")
+    ) + sum(plan.smem[f"{name}_sf_stages"].size for name in ("weight", "token"))
     assert plan.pool_rows % block_m == 0
     assert plan.l2_arrivals == 2 * 2 * 2048 // 256
+    assert plan.mmas_per_stage == 4
+    assert plan.operand_descriptor == 0x4000_4040_0000_0000  # stride 1,024, version 1, 128B swizzle
+    assert plan.sf_descriptor == 0x0000_4008_0000_0000  # stride 128, version 1, no swizzle
 
 
-@pytest.mark.parametrize(("block_m", "sf_id", "word"), [(192, 0, 0x10B00280), (192, 3, 0x70B002B0), (16, 1, 0x30840290)])
+@pytest.mark.parametrize(
+    ("block_m", "sf_id", "word"), [(192, 0, 0x10B00280), (192, 3, 0x70B002B0), (16, 1, 0x30840290)]
+)
 def test_instruction_descriptor(block_m, sf_id, word):
     assert make_plan(FLASH, "sm100", 64, block_m=block_m).instruction.word(sf_id) == word
 
 
 def test_scale_factors_lie_in_the_transposed_order():
-    assert [sf_offset for sf_offset in map(sm100.sf_offset, (0, 1, 32, 96, 127, 128))] == [0, 16, 4, 12, 508, 512]
+    assert [*map(sm100.sf_offset, (0, 1, 32, 96, 127, 128))] == [0, 16, 4, 12, 508, 512]
     assert sorted(map(sm100.sf_offset, range(256))) == list(range(0, 1024, 4))
     for block_m in sm100.LADDER:
         assert max(map(sm100.sf_offset, range(block_m))) < sm100.token_sf_bytes(block_m)
@@ -495,9 +520,9 @@ def test_predictions_at_ranks_that_cannot_be_measured(arch):
     times = [
         {part.name: part.seconds for part in prediction.parts} for prediction in (alone, eight, all_ranks)
     ]
-    assert times[0]["NVLink"] == times[0]["barriers"] == 0
+    assert times[0]["NVLink"] == times[0]["peers"] == 0
     assert times[0]["NVLink"] < times[1]["NVLink"] < times[2]["NVLink"]
-    assert times[1]["barriers"] < times[2]["barriers"]
+    assert times[1]["peers"] < times[2]["peers"]
     assert alone.seconds < eight.seconds < all_ranks.seconds
 
 

@@ -16,10 +16,10 @@ from megagen.runtime.driver import call, load_kernel, require_gpu
 READ_BYTES = 4 << 30
 GEMM_SIZE = 8192
 
-_THREADS = 1024
+_THREADS = 512
 _READ_SOURCE = """
 // Reads 16 bytes per thread and load, eight loads in flight, and keeps nothing.
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(512, 2)
 read_memory(const uint4* data, unsigned long long count, unsigned* sink) {
     const unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
     unsigned long long i = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;

@@ -28,17 +28,28 @@ class Job:
     Attributes:
         cases: rows, those of one model next to each other.
         contenders: names, in the order in which they take turns.
-        excluded: (model, contender) that are to be left out, since they ended an earlier group.
+        excluded: (model, tokens, contender) to leave out, since it ended an earlier group of processes; with
+            None for tokens, in all rows of the model.
         ceilings: measure them first.
     """
 
     cases: tuple[Case, ...]
     contenders: tuple[str, ...]
     max_tokens: int
-    excluded: frozenset[tuple[str, str]] = frozenset()
+    excluded: frozenset[tuple[str, int | None, str]] = frozenset()
     ceilings: bool = True
     samples: int = 20
     seed: int = 0
+
+    def leaves_out(self, case: Case, contender: str) -> bool:
+        """Whether a contender is excluded from a row."""
+        return not self.excluded.isdisjoint(
+            {(case.model, case.tokens, contender), (case.model, None, contender)}
+        )
+
+
+MAKING = "making "
+"""Prefix of the step in which a contender is made, before it is called by the step of its name."""
 
 
 def measure(ranks: Ranks, job: Job) -> None:
@@ -73,9 +84,9 @@ class ModelBench:
         self._contenders: dict[str, Contender] = {}
         self._unmade: dict[str, str] = {}
         for name in job.contenders:
-            if (first.model, name) in job.excluded:
+            if (first.model, None, name) in job.excluded:
                 continue
-            ranks.report("doing", case=first, step=name)
+            ranks.report("doing", case=first, step=MAKING + name)
             make = available_contenders()[name]
             made, problem = ranks.attempt(partial(make, ranks, shape, own, job.max_tokens))
             if made is None:
@@ -92,6 +103,8 @@ class ModelBench:
         failures = dict(self._unmade)
         calls: dict[str, list[Call]] = {}
         for name, contender in self._contenders.items():
+            if self._job.leaves_out(case, name):
+                continue
             ranks.report("doing", case=case, step=name)
             made, problem = ranks.attempt(partial(_first_calls, contender, inputs))
             if made is None:
@@ -102,8 +115,8 @@ class ModelBench:
         row = self._head(case, routing)
         row["results"], problem = self._results(case, inputs, calls)
         if problem:
-            failures["timing"] = problem
-        if case.routing != "uniform" and MEGAGEN in calls:
+            failures["measuring"] = problem
+        if case.routing != "uniform" and MEGAGEN in row["results"]:
             row["balanced"] = self._balanced(case, max(load["rows"] for load in row["load"]))
         row["failures"] = failures
         row["memory_bytes"] = {name: one.memory_bytes() for name, one in self._contenders.items()}
@@ -140,12 +153,19 @@ class ModelBench:
                 ranks.attempt(self._contenders[name].recover)
             return {}, problem
         ranks.report("doing", case=case, step="accuracy")
-        accuracy = Accuracy(inputs, self._weights)
+        own, problem = ranks.attempt(lambda: self._errors(inputs, [call for _, call in flat]))
+        if own is None:
+            return {}, problem
+        errors = [worst(list(of_ranks)) for of_ranks in zip(*ranks.gather(own), strict=True)]
         results: dict[str, Any] = {name: {} for name in calls}
-        for (name, call), timing in zip(flat, timings, strict=True):
-            errors = worst(ranks.gather(accuracy.errors(call.output)))
-            results[name][call.column] = _numbers(timing, errors, LIMITS[name])
+        for (name, call), timing, error in zip(flat, timings, errors, strict=True):
+            results[name][call.column] = _numbers(timing, error, LIMITS[name])
         return results, ""
+
+    def _errors(self, inputs: Inputs, calls: list[Call]) -> list[Errors]:
+        """This rank's errors of what the calls wrote last."""
+        accuracy = Accuracy(inputs, self._weights)
+        return [accuracy.errors(call.output) for call in calls]
 
     def _time(self, calls: list[Call], names: list[str]) -> list[Timing]:
         timings = self._timer.measure(calls)

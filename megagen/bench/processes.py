@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -80,6 +82,7 @@ class Ranks:
             result = action()
             self.synchronize()
         except Exception as error:
+            _print_unexpected(error)
             problem = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(self.gather(problem)) if text]
         return (None, "; ".join(problems)) if problems else (result, "")
@@ -187,10 +190,18 @@ def _rank_main(
         work(ranks, argument)
         outlet.send({"kind": "done"})
     except Exception as error:
+        _print_unexpected(error)
         outlet.send({"kind": "error", "error": type(error).__name__, "text": str(error)[:_MAX_ERROR_CHARS]})
         os._exit(1)  # peers may be gone, so that leaving the group would hang
     outlet.close()
     dist.destroy_process_group()
+
+
+def _print_unexpected(error: Exception) -> None:
+    """The traceback of an error that is none of this package's own, on standard error."""
+    if not isinstance(error, MegagenError):
+        traceback.print_exception(error)
+        sys.stderr.flush()
 
 
 def _join(rank: int, world: int, folder: str, outlet: Connection) -> Ranks:

@@ -10,11 +10,12 @@ from rich import box
 from rich.table import Table
 
 from megagen.bench.cases import Case
+from megagen.bench.contenders import DEEP_GEMM as PEER
+from megagen.bench.contenders import END_TO_END, KERNEL, MEGAGEN, PYTORCH
 from megagen.contract import SF_BLOCK
 from megagen.shape import MoEShape
 
-MEGAGEN, PYTORCH, PEER = "megagen", "pytorch", "sgl-deep-gemm"
-COLUMNS = {"kernel": "kernel only, inputs in place", "end_to_end": "end to end, bfloat16 input"}
+COLUMNS = {KERNEL: "kernel only, inputs in place", END_TO_END: "end to end, bfloat16 input"}
 
 MIN_HBM_BYTES_PER_S = 4.3e12
 MIN_GEMM_FLOPS_PER_S = 1.3e15
@@ -97,7 +98,7 @@ def judge(row: Mapping[str, Any], column: str, ceilings: Mapping[str, float] | N
     return Verdict(
         ours_us=ours,
         peer_us=peer,
-        baseline_us=time_us(row, PYTORCH, "end_to_end"),
+        baseline_us=time_us(row, PYTORCH, END_TO_END),
         floor_us=floor,
         ratio=ours / peer if ours is not None and peer is not None else None,
         target=1.0 if target is None else target,
@@ -209,7 +210,7 @@ def column_table(record: Mapping[str, Any], column: str) -> Table:
     """Times in microseconds, one row per case; ``met``: within the target, or 1.08 times the floor."""
     headings = ["model", "tokens", "tile", "megagen", "peer", "ratio", "aim", "met", "floor", "of it"]
     headings += ["TFLOP/s", "useful", "right"]
-    if column == "end_to_end":
+    if column == END_TO_END:
         headings.insert(5, "pytorch")
     routings = ", ".join(dict.fromkeys(row["routing"] for row in record["rows"]))
     table = _table(f"EP-{record['ranks']}, {routings}, {COLUMNS[column]}; microseconds", headings)
@@ -236,7 +237,7 @@ def _cells(row: Mapping[str, Any], column: str, ceilings: Mapping[str, float] | 
         f"{useful_share(row):.0%}",
         _yes_no(row["results"].get(MEGAGEN, {}).get(column, {}).get("right")),
     ]
-    if column == "end_to_end":
+    if column == END_TO_END:
         cells.insert(5, _number(verdict.baseline_us, "{:,.0f}"))
     return cells
 
@@ -264,7 +265,7 @@ def balance_table(record: Mapping[str, Any]) -> Table:
         ["case", "skewed", "balanced", "at tokens", "ratio"],
     )
     for row in record["rows"]:
-        balanced, ours = row.get("balanced") or {}, time_us(row, MEGAGEN, "kernel")
+        balanced, ours = row.get("balanced") or {}, time_us(row, MEGAGEN, KERNEL)
         us = balanced.get("us")
         table.add_row(
             str(case_of(row)),

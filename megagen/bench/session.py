@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megagen.bench.cases import Case
-from megagen.bench.measure import Job, Row, measure
+from megagen.bench.measure import MAKING, Job, Row, measure
 from megagen.bench.processes import Message, run_ranks
 from megagen.errors import MegagenError
 from megagen.files import write_atomically
@@ -86,7 +86,7 @@ class Session:
         return replace(job, cases=tuple(one for one in job.cases if one != case))
 
     def _go_on(self, job: Job, case: Case | None, step: str, error: MegagenError) -> Job:
-        """The job without what ended the group: a contender of a model, a row, or the ceilings.
+        """The job without what ended the group: a contender, a row, or the ceilings.
 
         Raises:
             MegagenError: the same, if there is nothing to leave out.
@@ -96,8 +96,12 @@ class Session:
             return replace(job, ceilings=False)
         if case is None:
             raise error
-        if step in job.contenders:
-            return replace(job, excluded=job.excluded | {(case.model, step)})
+        name = step.removeprefix(MAKING)
+        if name in job.contenders:
+            # One that can't be made, or ended the processes before, is left out of all rows of the model.
+            hopeless = name != step or any(one[::2] == (case.model, name) for one in job.excluded)
+            tokens = None if hopeless else case.tokens
+            return replace(job, excluded=job.excluded | {(case.model, tokens, name)})
         return replace(job, cases=tuple(one for one in job.cases if one != case))
 
     def _note(self, problem: str) -> None:

@@ -88,9 +88,9 @@ class Timer:
     def sample(self, call: Call) -> Sample:
         """Collective: one timed call."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        call.prepare()
         torch.cuda.synchronize()
-        self._meet()  # the earlier work of all ranks has ended: no peer writes here any more
+        self._meet()  # the earlier work of all ranks has ended: no peer reads or writes here any more
+        call.prepare()
         self._flush.zero_()
         torch.cuda._sleep(SLEEP_CYCLES)
         self._meet()

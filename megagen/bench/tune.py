@@ -10,9 +10,8 @@ from megagen.bench.cases import Case, make_inputs, route
 from megagen.bench.contenders import kernel_call
 from megagen.bench.processes import Ranks
 from megagen.bench.timing import Call, Timer, same_bits
-from megagen.contract import Contract, WeightLayout
+from megagen.contract import Contract
 from megagen.planning import KernelPlan, make_plan
-from megagen.planning.plan import BLOCK_N
 from megagen.runtime.layer import MegaMoE
 from megagen.runtime.symmetric import SymmBuffer
 from megagen.tuning import candidate_choices
@@ -99,9 +98,8 @@ class Tuner:
     def _own_weights(self) -> KernelWeights:
         contract, rank = self._job.contract, self._ranks.rank
         experts = range(rank * contract.local_experts, (rank + 1) * contract.local_experts)
-        layout = WeightLayout(contract.shape, contract.local_experts, contract.format, BLOCK_N)
         weights = random_experts(contract.shape, experts, self._job.seed, self._ranks.device)
-        return to_kernel_layout(weights, layout)
+        return to_kernel_layout(weights, make_plan(contract, self._buffer.gpu.arch.name).weight_layout)
 
 
 def winner(results: list[dict[str, Any]]) -> dict[str, Any] | None:

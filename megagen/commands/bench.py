@@ -41,14 +41,15 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time the layer, its peer and plain PyTorch on the same inputs, beside this machine's ceilings."""
-    from megagen.bench.cases import make_cases
-    from megagen.bench.contenders import choose_contenders
+    from megagen.bench.cases import make_cases, route
+    from megagen.bench.contenders import MEGAGEN, choose_contenders
     from megagen.bench.measure import Job
-    from megagen.bench.report import MEGAGEN, ours_is_right, summary, tables
+    from megagen.bench.report import ours_is_right, summary, tables
     from megagen.bench.session import Session
 
     ranks = count_gpus(ranks)
     cases = make_cases(shapes, tokens, ranks, routing)
+    route(cases[0], ranks, seed)  # refuses an unknown routing before anything starts
     if samples < 1:
         raise InputError(f"samples={samples} is below 1")
     capacity = _capacity(max_tokens, max(case.tokens for case in cases), ranks, routing)

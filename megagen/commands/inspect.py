@@ -16,8 +16,8 @@ from megagen.commands.output import Json, emit, warn
 from megagen.compiler import CompiledKernel
 from megagen.errors import CacheError, InputError
 from megagen.inspection.cubin import read_cubin
-from megagen.inspection.sass import find_nvdisasm, instruction_mix
 from megagen.inspection.plan_tables import plan_tables
+from megagen.inspection.sass import find_nvdisasm, instruction_mix
 from megagen.inspection.tables import instruction_mix_table, resources_table, rows_table
 from megagen.planning import KernelPlan
 

@@ -25,7 +25,11 @@ def plan(
     buckets = rows_table(
         "which plan serves which number of tokens per rank",
         [
-            {"up to": limit, "plan": one.name, "predicted us": f"{predict(one, limit, sms=layer.sms).seconds * 1e6:,.0f}"}
+            {
+                "up to": limit,
+                "plan": one.name,
+                "predicted us": f"{predict(one, limit, sms=layer.sms).seconds * 1e6:,.0f}",
+            }
             for limit, one in zip(plans.limits, plans.plans)
         ],
     )

@@ -306,9 +306,9 @@ class Machine:
 
     def report(self) -> Report:
         """Counts so far, also after an error."""
-        counters = (ctypes.c_uint64 * 7)()
+        counters = (ctypes.c_uint64 * 6)()
         self._lib.emulator_counters(self._handle, counters)
-        instructions, _memory, async_operations, events, matrix, polls, time_ns = counters
+        instructions, async_operations, events, matrix, polls, time_ns = counters
         return Report(
             instructions=instructions,
             async_operations=async_operations,

@@ -1,4 +1,4 @@
-"""A plan explained: its decisions, roles and registers, shared-memory map, tensor memory, and predicted time."""
+"""A plan explained: decisions, roles and registers, shared and tensor memory, predicted time."""
 
 from __future__ import annotations
 
@@ -73,9 +73,8 @@ def shared_memory_table(plan: KernelPlan) -> Table:
 def tensor_memory_table(plan: Sm100Plan) -> Table:
     """Columns of tensor memory, drawn to scale."""
     limit = Arch.get(plan.arch).tmem_columns
-    table = titled_table(
-        f"tensor memory: {plan.tmem_columns} of {limit} columns allocated", "column", "columns", "region", "map"
-    )
+    title = f"tensor memory: {plan.tmem_columns} of {limit} columns allocated"
+    table = titled_table(title, "column", "columns", "region", "map")
     for region in plan.tmem:
         drawn = _drawn(region.column, region.columns, limit)
         table.add_row(str(region.column), str(region.columns), region.name, drawn)

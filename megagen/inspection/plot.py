@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megagen.bench.report import MEGAGEN, PEER, PYTORCH, ceilings_count, floor_us, tflops, time_us
+from megagen.bench.contenders import DEEP_GEMM, END_TO_END, KERNEL, MEGAGEN, PYTORCH
+from megagen.bench.report import ceilings_count, floor_us, tflops, time_us
 from megagen.errors import InputError
 
 _LINES = {
-    MEGAGEN: ("kernel", "C0", "o"),
-    PEER: ("kernel", "C1", "s"),
-    PYTORCH: ("end_to_end", "C2", "^"),
+    MEGAGEN: (KERNEL, "C0", "o"),
+    DEEP_GEMM: (KERNEL, "C1", "s"),
+    PYTORCH: (END_TO_END, "C2", "^"),
 }
 
 
@@ -20,7 +21,7 @@ def plot_bench(record: Mapping[str, Any], stem: Path) -> list[Path]:
     """Draw time and TFLOP/s against tokens, one column per model.
 
     Args:
-        record: as ``megagen bench`` writes it, with at least one row.
+        record: as ``megagen bench`` writes it, with at least one time.
         stem: path without its ending.
 
     Returns:
@@ -33,13 +34,14 @@ def plot_bench(record: Mapping[str, Any], stem: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InputError(f"plots need matplotlib ({error}); `pip install matplotlib`") from error
-    models = list(dict.fromkeys(row["model"] for row in record["rows"]))
+    timed = [row for row in record["rows"] if row["results"]]
+    models = list(dict.fromkeys(row["model"] for row in timed))
     if not models:
-        raise InputError("the record has no rows, so there is nothing to draw")
+        raise InputError("the record has no times, so there is nothing to draw")
     figure = Figure(figsize=(4.5 * len(models), 7), layout="constrained")
     axes = figure.subplots(2, len(models), squeeze=False, sharex="col")
     for column, model in enumerate(models):
-        rows = sorted((r for r in record["rows"] if r["model"] == model), key=lambda row: row["tokens"])
+        rows = sorted((row for row in timed if row["model"] == model), key=lambda row: row["tokens"])
         _draw_model(axes[0][column], axes[1][column], rows, record["ceilings"])
         axes[0][column].set_title(f"{model}, EP-{record['ranks']}")
     axes[0][0].set_ylabel("time, us")

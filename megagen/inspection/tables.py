@@ -9,7 +9,6 @@ from rich.table import Table
 
 from megagen.inspection.sass import InstructionMix
 
-
 _NUMBERS = ("offset", "bytes", "instructions", "column", "columns", "us", "in all")
 
 

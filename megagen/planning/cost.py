@@ -1,8 +1,9 @@
 """The cost model: a plan's time, predicted from its bytes and operations and the rates of its GPU.
 
-It says what bounds a plan before it runs, and what to expect at rank counts that can't be measured. Routing is taken as uniform, equal on
-all ranks. Weights, tensor cores and NVLink work at the same time, so the slowest of them counts; starting, crossing the barriers and
-combining come on top. Rates: `arch.Rates`, measured on the H200 and assumed for Blackwell.
+It says what bounds a plan before it runs, and what to expect at rank counts that can't be measured. Routing
+is taken as uniform, equal on all ranks. HBM, tensor cores and NVLink work at the same time, so the slowest of
+them counts; starting, waiting for peers and combining come on top. Rates: `arch.Rates`, measured on the H200,
+assumed for Blackwell.
 """
 
 from __future__ import annotations
@@ -16,21 +17,26 @@ from megagen.contract import SF_BLOCK
 from megagen.planning.plan import KernelPlan
 from megagen.planning.workload import TILE_COST_ROWS, blocks_per_expert, experts_reached, rows_per_expert
 
-#: Launch, counting, publishing, the first rows, the pipeline's fill and drain: what the measured times of flash8 at 8, 64 and 256 tokens
-#: on one H200 (188, 214, 236 us) leave over weights, activations and combine, on average. Assumed to be the same on Blackwell.
 START_AND_END_S = 35e-6
+"""Launch, counting, publishing, the first rows, the pipeline's fill and drain.
 
-#: Of `Rates.fp8_flops_per_s`, the main loop alone reaches this multiple: 1,274 against 1,250 TFLOP/s in the H200 prototypes.
+What flash8 on one H200 took beyond HBM and combine at 8, 64 and 256 tokens (188, 214 and 236 us), on average.
+Assumed to be the same on Blackwell.
+"""
+
 MAIN_LOOP_GAIN = 1.02
+"""Main loop alone against `Rates.fp8_flops_per_s`: 1,274 and 1,250 TFLOP/s in H200 prototypes."""
 
-#: An epilogue that the tensor cores wait for takes 3,000 to 3,400 of 1,250 cycles of a K block. With accumulators in tensor memory, the
-#: epilogue of one tile runs under the next tile's main loop.
 EPILOGUE_K_BLOCKS = 2.5
+"""An epilogue that the tensor cores wait for: 3,000 to 3,400 cycles, a K block takes 1,250.
 
-#: Dependent accesses to a peer in a cross-rank barrier: drain one's stores, release the flag, see the peer's.
-PEER_ACCESSES_PER_BARRIER = 3
-CROSS_RANK_BARRIERS = 2
-PEER_ACCESSES_OF_FIRST_ROW = 2
+With accumulators in tensor memory it runs under the next tile's main loop.
+"""
+
+# Dependent accesses to peers.
+BARRIER_ACCESSES = 3  # drain one's stores, release the flag, see the peer's
+FIRST_ROW_ACCESSES = 2  # the row's index is local by then; its data and scale factors are not
+LAST_ROW_ACCESSES = 2  # push the row, count it as home
 
 
 @dataclass(frozen=True)
@@ -67,9 +73,10 @@ class Prediction:
 
 
 def predict(plan: KernelPlan, tokens: int | None = None, *, sms: int | None = None) -> Prediction:
-    """The time of a launch with `tokens` tokens per rank (default: those that the plan is for) on `sms` SMs (default: the GPU's).
+    """The time of a launch.
 
-    HBM and NVLink are taken to be saturated whatever `sms` is.
+    `tokens`: per rank, default those that the plan is for. `sms`: default the GPU's; HBM and NVLink are taken
+    to be saturated whatever it is.
     """
     arch = Arch.get(plan.arch)
     tokens = plan.expected_tokens if tokens is None else tokens
@@ -81,34 +88,33 @@ def predict(plan: KernelPlan, tokens: int | None = None, *, sms: int | None = No
         CostPart(
             "start and end", START_AND_END_S, False, "launch, routing, first rows; fitted to measured times"
         ),
-        _barriers(plan, arch),
+        _peers(plan, arch),
         _combine(plan, arch, tokens),
     )
     return Prediction(tokens, sms, arch.rates.source, parts)
 
 
 def _memory(plan: KernelPlan, arch: Arch, tokens: int) -> CostPart:
-    """Weights of the experts that get rows, once (row tiles of one expert share them through L2), and rows in and out of the pools."""
+    """Weights of the experts reached, once (an expert's tiles share them through L2), and rows in and out."""
     contract, shape = plan.contract, plan.contract.shape
     reached = experts_reached(contract, tokens)
     weights = (
         reached * sum(region.size for region in plan.weight_layout.regions.regions) / contract.local_experts
     )
     rows = contract.local_experts * rows_per_expert(contract, tokens)
-    activations = rows * (
-        2 * shape.hidden + 2 * shape.intermediate + 2 * shape.hidden
-    )  # E4M3 written and read, twice; bfloat16 written
+    # E4M3 rows and intermediate rows are written and read, bfloat16 results written.
+    activations = rows * (2 * shape.hidden + 2 * shape.intermediate + 2 * shape.hidden)
     return CostPart(
         "HBM",
         (weights + activations) / arch.rates.hbm_bytes_per_s,
         True,
-        f"{weights / 1e6:,.0f} MB of weights ({reached:.1f} of {contract.local_experts} experts reached) and {activations / 1e6:,.0f} MB "
-        f"of rows at {arch.rates.hbm_bytes_per_s / 1e12:.2f} TB/s",
+        f"{weights / 1e6:,.0f} MB of weights ({reached:.1f} of {contract.local_experts} experts reached) and "
+        f"{activations / 1e6:,.0f} MB of rows at {arch.rates.hbm_bytes_per_s / 1e12:.2f} TB/s",
     )
 
 
 def _tensor_cores(plan: KernelPlan, arch: Arch, tokens: int, sms: int) -> CostPart:
-    """Padded rows at the rate of the largest tile, slowed by what a tile costs beside its rows, in whole rounds of tiles over the SMs."""
+    """Padded rows, each tile as costly as `TILE_COST_ROWS` more, in whole rounds of tiles over the SMs."""
     contract, shape, layout = plan.contract, plan.contract.shape, plan.weight_layout
     blocks = contract.local_experts * blocks_per_expert(contract, tokens, plan.block_m)
     waited_for = 0.0 if arch.tmem_columns else EPILOGUE_K_BLOCKS
@@ -124,13 +130,13 @@ def _tensor_cores(plan: KernelPlan, arch: Arch, tokens: int, sms: int) -> CostPa
         "tensor cores",
         flops / rate * idle,
         True,
-        f"{flops / 1e12:.3f} TFLOP, padding and epilogues included, at {rate / 1e12:,.0f} TFLOP/s with {plan.block_m}-row tiles; "
-        f"{tiles:,.0f} tiles in {rounds} rounds",
+        f"{flops / 1e12:.3f} TFLOP, padding and epilogues included, at {rate / 1e12:,.0f} TFLOP/s with "
+        f"{plan.block_m}-row tiles; {tiles:,.0f} tiles in {rounds} rounds",
     )
 
 
 def _nvlink(plan: KernelPlan, arch: Arch, tokens: int) -> CostPart:
-    """One direction: rows pulled from the peers with their scale factors, and bfloat16 results that the peers push."""
+    """One direction: rows pulled from peers with their scale factors, bfloat16 results that peers push."""
     contract, shape = plan.contract, plan.contract.shape
     from_peers = tokens * shape.top_k * (contract.ranks - 1) / contract.ranks
     moved = from_peers * (shape.hidden + shape.hidden // SF_BLOCK * 4 + 2 * shape.hidden)
@@ -138,21 +144,18 @@ def _nvlink(plan: KernelPlan, arch: Arch, tokens: int) -> CostPart:
         "NVLink",
         moved / arch.rates.nvlink_bytes_per_s,
         True,
-        f"{moved / 1e6:,.0f} MB in for {from_peers:,.0f} rows at {arch.rates.nvlink_bytes_per_s / 1e9:.0f} GB/s",
+        f"{moved / 1e6:,.0f} MB, {from_peers:,.0f} rows, at {arch.rates.nvlink_bytes_per_s / 1e9:.0f} GB/s",
     )
 
 
-def _barriers(plan: KernelPlan, arch: Arch) -> CostPart:
-    """Two cross-rank barriers and the first row's way: its index entry is local, its data is not. A warp polls 32 ranks at a time."""
+def _peers(plan: KernelPlan, arch: Arch) -> CostPart:
+    """The cross-rank barrier, whose warp polls 32 ranks at a time, and the ways of the first and last row."""
     ranks = plan.contract.ranks
     if ranks == 1:
-        return CostPart("barriers", 0.0, False, "one rank")
-    accesses = (
-        CROSS_RANK_BARRIERS * (PEER_ACCESSES_PER_BARRIER + math.ceil(ranks / 32) - 1)
-        + PEER_ACCESSES_OF_FIRST_ROW
-    )
+        return CostPart("peers", 0.0, False, "one rank")
+    accesses = BARRIER_ACCESSES + math.ceil(ranks / 32) - 1 + FIRST_ROW_ACCESSES + LAST_ROW_ACCESSES
     return CostPart(
-        "barriers",
+        "peers",
         accesses * arch.rates.peer_latency_s,
         False,
         f"{accesses} dependent accesses to peers of {arch.rates.peer_latency_s * 1e9:.0f} ns",
@@ -160,7 +163,7 @@ def _barriers(plan: KernelPlan, arch: Arch) -> CostPart:
 
 
 def _combine(plan: KernelPlan, arch: Arch, tokens: int) -> CostPart:
-    """After the last barrier: K rows of bfloat16 read and one written per token."""
+    """K rows of bfloat16 read and one written per token, as if none were combined before the last tile."""
     shape = plan.contract.shape
     moved = tokens * (shape.top_k + 1) * shape.hidden * 2
     return CostPart(

@@ -18,14 +18,13 @@ from megagen.planning.plan import (
     Role,
     cta_smem,
 )
-from megagen.planning.rules import choose_experts_per_wave, choose_pull_bytes
+from megagen.planning.rules import choose_combine_columns, choose_experts_per_wave, choose_pull_bytes
 from megagen.planning.sm100 import make_sm100_plan
 from megagen.planning.workload import likely_rows_per_expert, rows_per_expert
 
 FORMAT_OF_ARCH = {"sm90": "fp8_block", "sm100": "mxfp8_mxfp4", "sm103": "mxfp8_mxfp4"}
 MAX_STAGES = 8  # more in flight gains nothing: 8 stages of 40 KiB hide 10 us of latency at an SM's share of HBM bandwidth
 MAX_PULL_BYTES = 7168  # two row buffers of this size leave room for the stages
-COMBINE_COLUMNS = (1024, 512, 256, 128)  # 256 columns are one 16-byte load per lane; 128 where a row is no multiple of 256
 
 
 def choose_block_m(contract: Contract, tokens: int) -> tuple[int, str]:
@@ -43,15 +42,6 @@ def choose_operand_order(block_m: int) -> tuple[OperandOrder, str]:
     if block_m < 128:
         return "tokens_on_n", f"WGMMA's N goes in steps of 8, so {block_m} token rows need no padding to 64"
     return "tokens_on_m", "scales of 2 rows per thread instead of 32 columns; an SF group lies in one warp"
-
-
-def choose_combine_columns(contract: Contract, sms: int, tokens: int) -> tuple[int, str]:
-    """The most columns per warp, of COMBINE_COLUMNS, that still give every warp of the grid a unit of some token."""
-    hidden = contract.shape.hidden
-    sizes = [size for size in COMBINE_COLUMNS if hidden % size == 0 and (size >= 256 or hidden % 256)]
-    warps = sms * (MATH_WARPS + 1)
-    columns = next((size for size in sizes if tokens * hidden // size >= warps), sizes[-1])
-    return columns, f"{tokens * hidden // columns} units for {warps} warps"
 
 
 def choose_stages(
@@ -104,7 +94,7 @@ def make_plan(
     order, order_reason = choose_operand_order(block_m)
     pull_bytes, pull_reason = choose_pull_bytes(contract, MAX_PULL_BYTES)
     stages, stage_reason = choose_stages(machine, contract, order, block_m, pull_bytes)
-    columns, columns_reason = choose_combine_columns(contract, sms, tokens)
+    columns, columns_reason = choose_combine_columns(contract, sms * (MATH_WARPS + 1), tokens)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens)
     roles, role_reason = roles_sm90()
     plan = KernelPlan(

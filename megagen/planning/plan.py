@@ -214,7 +214,7 @@ class KernelPlan:
     def validate(self) -> None:
         """Raises PlanError naming the constraint that this plan breaks; a plan that passes fits the machine."""
         arch = Arch.get(self.arch)
-        for name in ("block_m", "stages", "experts_per_wave", "pull_bytes"):
+        for name in ("block_m", "stages", "experts_per_wave", "pull_bytes", "combine_columns"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise PlanError(f"{name}={value!r}: give a positive integer")
@@ -233,6 +233,11 @@ class KernelPlan:
         if self.contract.shape.hidden % self.pull_bytes or self.pull_bytes % 16:
             raise PlanError(
                 f"pull_bytes={self.pull_bytes} must divide the row of {self.contract.shape.hidden} bytes, in multiples of 16"
+            )
+        if self.contract.shape.hidden % self.combine_columns or self.combine_columns % 128:
+            raise PlanError(
+                f"combine_columns={self.combine_columns} must divide a row of {self.contract.shape.hidden} columns, "
+                "in multiples of 128"
             )
         for role in self.roles:
             if role.registers % arch.register_step or not arch.min_setmaxnreg <= role.registers <= arch.max_setmaxnreg:

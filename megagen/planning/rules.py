@@ -9,12 +9,14 @@ from megagen.planning.workload import rows_per_expert
 
 IMBALANCE = 2  # expected work is halved before it is called enough: routing is uneven
 TILE_WEIGHT_ROWS = 256  # of a tile, on one SM or on a pair
+COMBINE_COLUMNS = (1024, 512, 256, 128)  # 256: 16 bytes per lane; 128: where no more divides a row
 
 
 def choose_experts_per_wave(
     contract: Contract, sms: int, block_m: int, tokens: int, sms_each: int = 1
 ) -> tuple[int, str]:
-    """The fewest experts, among the divisors of E/R, whose expected L1 tiles, halved for imbalance, fill all SMs.
+    """The fewest experts, among the divisors of E/R, whose expected L1 tiles, halved for imbalance, fill all
+    SMs.
 
     A tile takes one SM, or a cluster of `sms_each`.
     """
@@ -37,3 +39,11 @@ def choose_pull_bytes(contract: Contract, limit: int) -> tuple[int, str]:
     blocks = hidden // 128
     pieces = next(p for p in range(1, blocks + 1) if blocks % p == 0 and hidden // p <= limit)
     return hidden // pieces, f"a row of {hidden} bytes in {pieces} piece{'s' if pieces > 1 else ''}"
+
+
+def choose_combine_columns(contract: Contract, warps: int, tokens: int) -> tuple[int, str]:
+    """The most columns, of COMBINE_COLUMNS, that still give each of the grid's `warps` a unit."""
+    hidden = contract.shape.hidden
+    sizes = [size for size in COMBINE_COLUMNS if hidden % size == 0 and (size >= 256 or hidden % 256)]
+    columns = next((size for size in sizes if tokens * hidden // size >= warps), sizes[-1])
+    return columns, f"{tokens * hidden // columns} units for {warps} warps"

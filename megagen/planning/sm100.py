@@ -1,7 +1,8 @@
-"""Plans for Blackwell (sm100, sm103): E4M3 activations x E2M1 weights, block-scaled MMA on pairs of CTAs, accumulators in tensor memory.
+"""Plans for Blackwell (sm100, sm103): E4M3 activations x E2M1 weights, block-scaled MMA on pairs of CTAs.
 
-The operands are swapped: the instruction's A are 256 weight rows, 128 of each CTA of a pair, its B the tile's token rows, half of them
-loaded by each CTA. So accumulators have weight rows on TMEM lanes and tokens on columns. Nothing of this has run on hardware.
+The operands are swapped: the instruction's A are 256 weight rows, 128 of each CTA of a pair, its B the tile's
+token rows, half of them loaded by each CTA. So accumulators, in tensor memory, have weight rows on lanes and
+tokens on columns. Nothing of this has run on hardware.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megagen.planning.plan import (
     Role,
     smem_layout,
 )
-from megagen.planning.rules import choose_experts_per_wave, choose_pull_bytes
+from megagen.planning.rules import choose_combine_columns, choose_experts_per_wave, choose_pull_bytes
 from megagen.planning.workload import (
     TILE_COST_ROWS,
     likely_rows_per_expert,
@@ -80,9 +81,10 @@ class NamedBarrier:
 
 @dataclass(frozen=True)
 class InstructionDescriptor:
-    """The 32-bit instruction descriptor of ``tcgen05.mma.kind::mxf8f6f4`` (PTX ISA, 5th-generation Tensor Core, instruction descriptor).
+    """The 32-bit instruction descriptor of ``tcgen05.mma.kind::mxf8f6f4`` (PTX ISA, tcgen05, instruction
+    descriptor).
 
-    A and B are K-major, dense, not negated; scale factors are UE8M0. `a_type`, `b_type`: 0 is E4M3, 5 is E2M1.
+    A and B are K-major, dense, not negated; scale factors are UE8M0. `a_type`, `b_type`: 0 is E4M3, 5 E2M1.
     """
 
     a_type: int
@@ -94,15 +96,26 @@ class InstructionDescriptor:
     B_SF_ID_SHIFT: ClassVar[int] = 4
 
     def word(self, sf_id: int = 0) -> int:
-        """The descriptor for the `sf_id`-th 32 of a K block: byte `sf_id` of each packed scale factor of A and of B."""
+        """The descriptor for the `sf_id`-th 32 of a K block: byte `sf_id` of each packed SF of A and of B."""
         static = self.a_type << 7 | self.b_type << 10 | self.n // 8 << 17 | 1 << 23 | self.m // 128 << 27
         return static | sf_id << self.B_SF_ID_SHIFT | sf_id << self.A_SF_ID_SHIFT
 
 
-def sf_offset(row: int) -> int:
-    """Byte offset of a row's packed scale factors within its tile: the 4 x 32 transposed order that ``tcgen05.cp`` 32x128b wants.
+def matrix_descriptor(stride_bytes: int, swizzle: int) -> int:
+    """A shared-memory matrix descriptor of tcgen05 but for its address (bits 0-13, in units of 16 bytes).
 
-    Rows r, r + 32, r + 64, r + 96 of an atom of 128 are the four words of 16-byte line r.
+    `stride_bytes` is the distance of groups of 8 rows; `swizzle` is 0 for none, 2 for 128 bytes. K-major
+    operands of 128 bytes of K, and the copies of scale factors, need no leading offset (PTX ISA, tcgen05,
+    matrix descriptor).
+    """
+    return stride_bytes // 16 << 32 | 1 << 46 | swizzle << 61
+
+
+def sf_offset(row: int) -> int:
+    """Byte offset of a row's packed scale factors within its tile, in the order that ``tcgen05.cp`` 32x128b
+    wants.
+
+    4 x 32 transposed: rows r, r + 32, r + 64, r + 96 of an atom of 128 are the four words of 16-byte line r.
     """
     atom, r = divmod(row, SF_ATOM_ROWS)
     return atom * SF_ATOM_BYTES + r % 32 * 16 + r // 32 * SF_BYTES
@@ -129,7 +142,7 @@ class Sm100Plan(KernelPlan):
 
     @property
     def weight_stage_bytes(self) -> int:
-        """Weight side of a stage in shared memory: one byte per E2M1 value, 16 values in the first half of 16 bytes."""
+        """Weights of a stage in shared memory: a byte per value, 16 values in the first half of 16 bytes."""
         return BLOCK_N * BLOCK_K
 
     @property
@@ -148,7 +161,7 @@ class Sm100Plan(KernelPlan):
 
     @property
     def sf_atoms(self) -> int:
-        """Atoms of 128 rows that hold the scale factors of all token rows of a tile; both CTAs need all of them."""
+        """Atoms of 128 rows with the scale factors of a tile's tokens; both CTAs need all of them."""
         return ceil_div(self.block_m, SF_ATOM_ROWS)
 
     @property
@@ -185,6 +198,21 @@ class Sm100Plan(KernelPlan):
         """A: E2M1 weights, B: E4M3 tokens."""
         return InstructionDescriptor(a_type=5, b_type=0, m=UMMA_M, n=self.block_m)
 
+    @property
+    def mmas_per_stage(self) -> int:
+        """Instructions per K block; the i-th uses scale factor id i and starts 32 bytes further in K."""
+        return BLOCK_K // UMMA_K
+
+    @property
+    def operand_descriptor(self) -> int:
+        """Matrix descriptor of either operand, without the address: 128B-swizzled rows of 128 bytes."""
+        return matrix_descriptor(stride_bytes=8 * BLOCK_K, swizzle=2)
+
+    @property
+    def sf_descriptor(self) -> int:
+        """Matrix descriptor of an atom of scale factors for ``tcgen05.cp``, without the address."""
+        return matrix_descriptor(stride_bytes=8 * 16, swizzle=0)
+
     # -- epilogue
 
     @property
@@ -194,14 +222,14 @@ class Sm100Plan(KernelPlan):
 
     @property
     def l2_arrivals(self) -> int:
-        """Arrivals on a block's L2 counter that make its intermediate rows complete: each CTA's 64 columns of every L1 tile."""
+        """Arrivals on a block's L2 counter that complete it: each CTA's 64 columns of every L1 tile."""
         return CLUSTER * self.weight_layout.n_tiles13
 
     # -- tensor memory
 
     @property
     def tmem(self) -> tuple[TmemRegion, ...]:
-        """Accumulators, then the scale factors of a K block: those of the weights (instruction's A), those of the tokens (B)."""
+        """Accumulators, then a K block's scale factors: of weights (the instruction's A), of tokens (B)."""
         accumulators = tuple(
             TmemRegion(f"accumulator_{i}", i * self.block_m, self.block_m) for i in range(ACCUMULATORS)
         )
@@ -229,7 +257,7 @@ class Sm100Plan(KernelPlan):
             ("epilogue", EPILOGUE_WARPS * 32),
             ("roles_done", self.threads),
             *((f"epilogue_warpgroup_{i}", 128) for i in range(EPILOGUE_WARPGROUPS)),
-            # 64 lanes hold gate and up of 32 columns, which share a scale factor: two warps exchange their amax.
+            # 64 lanes hold gate and up of 32 columns, which share a scale factor: two warps exchange amax.
             *((f"amax_pair_{i}", 64) for i in range(EPILOGUE_WARPS // 2)),
         ]
         return tuple(NamedBarrier(name, i, threads) for i, (name, threads) in enumerate(sizes, start=1))
@@ -238,7 +266,7 @@ class Sm100Plan(KernelPlan):
 
     @property
     def token_tile_bytes(self) -> int:
-        """One K block of a pool block: all token rows, 128B-swizzled, then their scale factors in the order of `sf_offset`."""
+        """One K block of a pool block: 128B-swizzled rows, then scale factors in the order of `sf_offset`."""
         return token_tile_bytes(self.block_m)
 
     @property
@@ -255,17 +283,17 @@ class Sm100Plan(KernelPlan):
         return local_layout(self.contract, self.block_m)
 
     def weight_maps(self, w13: int, w2: int) -> tuple[TensorMap, TensorMap]:
-        """Tensor maps of the weights at these device addresses; a box is one stage's 128 rows x 128 of K, unpacked while it is copied."""
+        """Tensor maps of the weights at these addresses; a box is a stage's 128 rows x 128 of K, unpacked."""
         shape, layout = self.contract.shape, self.weight_layout
 
         def weight_map(address: int, k: int, n_tiles: int) -> TensorMap:
             rows = self.contract.local_experts * n_tiles * layout.block_n
-            return TensorMap(
-                "u4x16_align16", address, (k, rows), (k // 2,), (BLOCK_K, BLOCK_N), swizzle="128B"
-            )
+            box = (BLOCK_K, BLOCK_N)
+            return TensorMap("u4x16_align16", address, (k, rows), (k // 2,), box, swizzle="128B")
 
-        return weight_map(w13, shape.hidden, layout.n_tiles13), weight_map(
-            w2, shape.intermediate, layout.n_tiles2
+        return (
+            weight_map(w13, shape.hidden, layout.n_tiles13),
+            weight_map(w2, shape.intermediate, layout.n_tiles2),
         )
 
     # -- identity and limits
@@ -283,22 +311,23 @@ class Sm100Plan(KernelPlan):
         arch = Arch.get(self.arch)
         if self.arch not in ARCHS or self.contract.format != FORMAT:
             raise PlanError(
-                f"arch={self.arch!r}, format={self.contract.format!r}: this plan form is {' or '.join(ARCHS)} with {FORMAT}"
+                f"arch={self.arch!r}, format={self.contract.format!r}: "
+                f"this plan form is {' or '.join(ARCHS)} with {FORMAT}"
             )
         if self.block_m not in LADDER:
             raise PlanError(f"block_m={self.block_m} is none of {LADDER}")
         if self.operand_order != "tokens_on_n":
             raise PlanError(
-                f"operand_order={self.operand_order!r}: the 256-row side of the MMA are the weights, so it is tokens_on_n"
+                f"operand_order={self.operand_order!r}: the MMA's 256-row side are weights: tokens_on_n"
             )
         if self.tmem_columns > arch.tmem_columns:
             raise PlanError(
-                f"tensor memory: {self.tmem_columns} columns with block_m={self.block_m}, {self.arch} has {arch.tmem_columns}"
+                f"tensor memory: {self.tmem_columns} columns with block_m={self.block_m}, "
+                f"{self.arch} has {arch.tmem_columns}"
             )
         if len(self.named_barriers) >= arch.named_barriers:
-            raise PlanError(
-                f"named barriers: {len(self.named_barriers)} and barrier 0, {self.arch} has {arch.named_barriers}"
-            )
+            used = len(self.named_barriers)
+            raise PlanError(f"named barriers: {used} and barrier 0, {self.arch} has {arch.named_barriers}")
 
 
 # Sizes
@@ -319,7 +348,7 @@ def pool_rows(contract: Contract) -> int:
 
 
 def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, trace: bool = False) -> Layout:
-    """Shared memory of one CTA. The first regions are the pipeline's; both CTAs of a pair have the same map, as tcgen05 needs."""
+    """Shared memory of one CTA, pipeline first; both CTAs of a pair have the same map, as tcgen05 needs."""
     experts = contract.local_experts
     store_rows = min(STORE_ROWS, block_m // EPILOGUE_WARPGROUPS)
     # bfloat16 of 128 weight rows per token; routes are counted in it before there are results.
@@ -355,7 +384,7 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
 
 
 def local_layout(contract: Contract, block_m: int) -> Layout:
-    """Local workspace of one rank. Up to the tiles it is the same for all plans of a contract, since counters stay zero between launches."""
+    """Local workspace of one rank; up to the tiles the same for all plans: counters outlive a launch."""
     shape, rows = contract.shape, pool_rows(contract)
     blocks = rows // LADDER[0]
     return lay_out(
@@ -375,19 +404,14 @@ def local_layout(contract: Contract, block_m: int) -> Layout:
 
 
 def choose_block_m(contract: Contract, tokens: int) -> tuple[int, str]:
-    """The smallest tile that holds an expert's rows with two standard deviations to spare, else the one that wastes least."""
-    rows, likely = rows_per_expert(contract, tokens), likely_rows_per_expert(contract, tokens)
+    """The smallest tile that holds an expert's rows with two standard deviations to spare, or least waste."""
+    likely = likely_rows_per_expert(contract, tokens)
+    expected = f"{rows_per_expert(contract, tokens):.1f} rows per expert expected"
     for block_m in LADDER:
         if likely <= block_m:
-            return (
-                block_m,
-                f"{rows:.1f} rows per expert expected, {likely:.1f} with two standard deviations: one tile holds them",
-            )
+            return block_m, f"{expected}, {likely:.1f} with two standard deviations: one tile holds them"
     best = min(LADDER, key=lambda block_m: (padded_rows_cost(contract, tokens, block_m), -block_m))
-    return (
-        best,
-        f"{rows:.1f} rows per expert expected: least padding, where a tile costs as much as {TILE_COST_ROWS} rows more",
-    )
+    return best, f"{expected}: least padding, if a tile costs as much as {TILE_COST_ROWS} rows more"
 
 
 def choose_stages(arch: Arch, contract: Contract, block_m: int, pull_bytes: int) -> tuple[int, str]:
@@ -400,22 +424,18 @@ def choose_stages(arch: Arch, contract: Contract, block_m: int, pull_bytes: int)
     fixed = cta_smem(contract, block_m, 0, pull_bytes).size
     raise PlanError(
         f"shared memory: {fixed} bytes of fixed regions leave no room for {MIN_STAGES} stages in {limit} "
-        f"({contract.shape.experts} experts, hidden {contract.shape.hidden}); spread the experts over more ranks"
+        f"({contract.local_experts} of {contract.shape.experts} experts); spread the experts over more ranks"
     )
 
 
 def choose_roles(contract: Contract) -> tuple[tuple[Role, ...], str]:
-    """Three budgets of ``setmaxnreg``; with many experts per rank, the dispatch role's doubles and the epilogue gives."""
+    """Three ``setmaxnreg`` budgets; with many experts per rank, the epilogue gives dispatch as much again."""
     many = contract.local_experts > MANY_EXPERTS
     dispatch, load, epilogue = (96, 40, 184) if many else (48, 40, 208)
     roles = (
         Role("dispatch", 0, DISPATCH_WARPS, dispatch, "counts and publishes routes, pulls tokens, cleans up"),
         Role(
-            "load_tokens",
-            4,
-            1,
-            load,
-            "waits for rows, fills its CTA's half of the token side and the tokens' scale factors",
+            "load_tokens", 4, 1, load, "waits for rows, fills its CTA's half of them and their scale factors"
         ),
         Role("load_weights", 5, 1, load, "fills its CTA's 128 weight rows and their scale factors"),
         Role(
@@ -423,27 +443,25 @@ def choose_roles(contract: Contract) -> tuple[tuple[Role, ...], str]:
             6,
             1,
             load,
-            "leader: scale factors to tensor memory, four MMAs per K block, commits; follower: says what is full",
+            "leader: scale factors to tensor memory, MMAs; follower: says what is full",
         ),
         Role("combine", 7, 1, load, "signals finished tiles, combines tokens that are home"),
-        Role(
-            "epilogue",
-            8,
-            EPILOGUE_WARPS,
-            epilogue,
-            "tensor memory to registers; SwiGLU and quantization, or bfloat16 to the sources",
-        ),
+        Role("epilogue", 8, EPILOGUE_WARPS, epilogue, "SwiGLU and quantization, or bfloat16 to the sources"),
     )
     granted = sum(role.registers * role.warps * 32 for role in roles)
     sign = ">" if many else "<="
     return roles, (
-        f"128 x {dispatch} + 128 x {load} + 256 x {epilogue} = {granted:,} of the 65,536 registers of a 512-thread launch; "
-        f"{contract.local_experts} experts per rank {sign} {MANY_EXPERTS}"
+        f"128 x {dispatch} + 128 x {load} + 256 x {epilogue} = {granted:,} of the 65,536 registers of 512 "
+        f"threads; {contract.local_experts} experts per rank {sign} {MANY_EXPERTS}"
     )
 
 
 def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_m: int | None) -> Sm100Plan:
     """The plan for `tokens` tokens per rank on `sms` SMs; see `planning.make_plan`."""
+    if sms < CLUSTER:
+        raise PlanError(
+            f"sms={sms}: a tile takes a cluster of {CLUSTER}; give the kernel at least {CLUSTER} SMs"
+        )
     if block_m is None:
         block_m, block_reason = choose_block_m(contract, tokens)
     else:
@@ -451,6 +469,7 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
     pull_bytes, pull_reason = choose_pull_bytes(contract, MAX_PULL_BYTES)
     stages, stage_reason = choose_stages(arch, contract, block_m, pull_bytes)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens, sms_each=CLUSTER)
+    columns, columns_reason = choose_combine_columns(contract, sms * (EPILOGUE_WARPS + 1), tokens)
     roles, role_reason = choose_roles(contract)
     plan = Sm100Plan(
         contract=contract,
@@ -462,31 +481,29 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
         pull_bytes=pull_bytes,
         roles=roles,
         expected_tokens=tokens,
+        combine_columns=columns,
     )
     plan.validate()
-    columns = " + ".join(str(region.columns) for region in plan.tmem)
-    pool = f"{contract.max_received:,} copies at most, and {LADDER[-1] - 1} rows of padding per expert, in multiples of {LADDER_MULTIPLE}"
-    choices = (
-        Choice("block_m", str(block_m), block_reason),
-        Choice(
-            "operand_order",
+    tmem = " + ".join(str(region.columns) for region in plan.tmem)
+    padding = f"{LADDER[-1] - 1} rows of padding per expert, in multiples of {LADDER_MULTIPLE}"
+    explained = {
+        "block_m": (block_m, block_reason),
+        "operand_order": (
             plan.operand_order,
-            f"weights on the {UMMA_M}-row side of the MMA, so {block_m} tokens need no padding",
+            f"weights on the {UMMA_M}-row side, so {block_m} tokens need no padding",
         ),
-        Choice(
-            "cluster",
-            str(CLUSTER),
-            "a pair of CTAs shares a tile: each loads its own 128 weight rows and half of the tokens",
+        "cluster": (
+            CLUSTER,
+            "a pair of CTAs shares a tile: each loads its 128 weight rows and half of the tokens",
         ),
-        Choice(
-            "tmem_columns",
-            str(plan.tmem_columns),
-            f"{columns}, rounded up to a power of two: two accumulators and scale factors",
-        ),
-        Choice("stages", str(stages), stage_reason),
-        Choice("experts_per_wave", str(wave), wave_reason),
-        Choice("pull_bytes", str(pull_bytes), pull_reason),
-        Choice("pool_rows", str(plan.pool_rows), pool),
-        Choice("roles", " + ".join(f"{r.warps * 32} x {r.registers}" for r in roles), role_reason),
+        "tmem_columns": (plan.tmem_columns, f"{tmem} (accumulators, scale factors), up to a power of two"),
+        "stages": (stages, stage_reason),
+        "experts_per_wave": (wave, wave_reason),
+        "pull_bytes": (pull_bytes, pull_reason),
+        "combine_columns": (columns, columns_reason),
+        "pool_rows": (plan.pool_rows, f"{contract.max_received:,} copies at most, and {padding}"),
+        "roles": (" + ".join(f"{role.warps * 32} x {role.registers}" for role in roles), role_reason),
+    }
+    return replace(
+        plan, choices=tuple(Choice(name, str(value), why) for name, (value, why) in explained.items())
     )
-    return replace(plan, choices=choices)

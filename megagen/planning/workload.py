@@ -1,7 +1,7 @@
 """What a token count means for a rank when routing is uniform: rows per expert, tiles, experts that get any.
 
-Each of the n = tokens x R tokens of all ranks chooses an expert with probability p = K / E, so an expert's rows are binomial(n, p); from
-the second tile of an expert on, the normal distribution stands for it.
+Each of the n = tokens x R tokens of all ranks chooses an expert with probability p = K / E, so an expert's
+rows are binomial(n, p); from the second tile of an expert on, the normal distribution stands for it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import math
 
 from megagen.contract import Contract
 
-# What a tile costs beside its rows, in rows: a weight tile has to be fetched and issued whatever its token rows are. From the H200
-# prototypes: 1,250 TFLOP/s at 128 x 256 tiles and 1,029 at 64 x 256 fit (rows + 36) per tile.
 TILE_COST_ROWS = 36
+"""What a tile costs beside its rows, in rows: its weights have to be fetched whatever its rows are.
+
+From H200 prototypes: 1,250 TFLOP/s at 128 x 256 tiles and 1,029 at 64 x 256 fit (rows + 36) per tile.
+"""
 
 
 def rows_per_expert(contract: Contract, tokens: int) -> float:

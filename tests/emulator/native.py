@@ -282,12 +282,24 @@ def tensor_bytes(encoded: bytes) -> tuple[int, int]:
     return shared.value, transaction.value
 
 
-def tensor_runs(encoded: bytes, coordinates, shared: int = 0) -> np.ndarray:
+def _position(coordinates) -> np.ndarray:
+    return np.array([*coordinates, *[0] * (5 - len(coordinates))], np.int32)
+
+
+def tensor_copy_violation(encoded: bytes, coordinates, shared: int = 0, store: bool = False) -> str:
+    """Why a copy faults, or an empty string."""
+    message = ctypes.create_string_buffer(256)
+    library().mg_tensor_copy_violation(
+        encoded, _pointer(_position(coordinates)), ctypes.c_uint32(shared), store, message, len(message)
+    )
+    return message.value.decode()
+
+
+def tensor_runs(encoded: bytes, coordinates, shared: int = 0, store: bool = False) -> np.ndarray:
     """Runs of a copy as rows (global address, shared address, bytes, in bounds)."""
-    position = np.array([*coordinates, *[0] * (5 - len(coordinates))], np.int32)
     out = np.zeros((65536, 4), np.int64)
     count = library().mg_tensor_runs(
-        encoded, _pointer(position), ctypes.c_uint32(shared), _pointer(out), len(out)
+        encoded, _pointer(_position(coordinates)), ctypes.c_uint32(shared), store, _pointer(out), len(out)
     )
     assert count <= len(out)
     return out[:count]

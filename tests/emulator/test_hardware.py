@@ -116,6 +116,12 @@ def test_within_the_bound_of_the_isa(name):
     assert good.all(), describe_mismatches(case, ours, theirs, good)
 
 
+@pytest.mark.parametrize("name", CASES["tensor_faults"])
+def test_tensor_copies_that_fault(name):
+    theirs = bool(recorded("tensor_faults")[0][name][0])
+    assert replay.copy_faults(CASES["tensor_faults"][name]) == theirs
+
+
 def test_tensor_maps_that_the_driver_accepts():
     """sm_90 refuses the packed types whatever their fields are; for others our rules are the driver's."""
     accepted = recorded("tensor_maps")[0]["accepted"][0]

@@ -92,6 +92,35 @@ def test_copies_element_by_element(copy, shared):
     assert native.tensor_bytes(encoded) == (count // (box[0] * WIDTH[kind]) * pitch, count)
 
 
+def test_stores_write_whole_units_of_16_bytes():
+    """A row of 100 bytes: a load sees 52 bytes of the box at 48 and fills 12, a store writes all 64."""
+    line = native.tensor_map(U8, (100,), (), (64,))
+    assert native.tensor_runs(line, (48,)).tolist() == [[48, 0, 52, 1], [0, 52, 12, 0]]
+    assert native.tensor_runs(line, (48,), store=True).tolist() == [[48, 0, 64, 1]]
+    rows = native.tensor_map(F16, (33, 4), (80,), (32, 2))
+    assert native.tensor_runs(rows, (24, 1), store=True).tolist() == [
+        [80 + 48, 0, 32, 1], [0, 32, 32, 0], [160 + 48, 64, 32, 1], [0, 96, 32, 0],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "coordinates", "shared", "store", "word"),
+    [
+        (U8, (0, 0), 64, False, "shared address"),
+        (U8, (8, 0), 0, False, "16 bytes"),
+        (F32, (-2, 0), 0, False, "16 bytes"),
+        (F16, (0, -1), 0, True, "coordinates[1] = -1"),
+        (U8, (-16, 0), 128, True, "coordinates[0] = -16"),
+        (U8, (-16, -3), 128, False, ""),
+        (F64, (1000, 1000), 256, True, ""),
+    ],
+)
+def test_copies_that_fault(kind, coordinates, shared, store, word):
+    encoded = native.tensor_map(kind, (64, 8), (512,), (16, 4))
+    violation = native.tensor_copy_violation(encoded, coordinates, shared, store)
+    assert word in violation and bool(word) == bool(violation)
+
+
 def test_runs_are_as_long_as_possible():
     whole = native.tensor_map(U8, (64, 30), (64,), (64, 16))
     assert native.tensor_runs(whole, (0, 5)).tolist() == [[320, 0, 1024, 1]]

@@ -15,17 +15,20 @@ struct LanePlace {
   uint64_t canonical() const { return region->base + offset; }
 };
 
-inline LanePlace lane_place(const Exec& x, Space space, uint64_t address, uint32_t bytes, int lane, uint32_t align) {
+inline LanePlace lane_place(const Exec& x, Space space, uint64_t address, uint32_t bytes, int lane,
+                            uint32_t align) {
   const bool local = space == Space::Local || (space == Space::Param && address < kLocalWindowBytes) ||
                      (space != Space::Global && address - kLocalWindow < kLocalWindowBytes);
   if (!local) {
-    const Place p = x.resolve(space == Space::Param || space == Space::Const ? Space::Generic : space, address, bytes, lane, align);
+    const Place p = x.resolve(space == Space::Param || space == Space::Const ? Space::Generic : space,
+                              address, bytes, lane, align);
     return {p.region, p.offset, p.data(), p.undefined()};
   }
   if (address >= kLocalWindow) address -= kLocalWindow;
   const size_t stride = x.program.local_bytes;
   if (address < 16 || address + bytes > stride || address % align) {
-    fail(ErrorKind::MemoryFault, format("lane %d, local address 0x%llx, %u bytes: outside the thread's local memory (%zu bytes) or misaligned",
+    fail(ErrorKind::MemoryFault, format("lane %d, local address 0x%llx, %u bytes: outside the thread's local "
+                                        "memory (%zu bytes) or misaligned",
                                         lane, static_cast<unsigned long long>(address), bytes, stride));
   }
   const size_t at = static_cast<size_t>(lane) * stride + address;
@@ -46,20 +49,30 @@ inline bool is_zero(const uint8_t* bytes, uint32_t count) {
 /// Before a store: nobody may write to constants or over an mbarrier.
 inline void require_writable(const LanePlace& p, uint32_t bytes) {
   if (!p.region) return;
-  if (p.region->read_only) fail(ErrorKind::MemoryFault, "a write to " + p.region->name + ", which is read-only");
+  if (p.region->read_only)
+    fail(ErrorKind::MemoryFault, "a write to " + p.region->name + ", which is read-only");
   if (p.region->holds_mbarrier(p.offset, bytes)) {
-    fail(ErrorKind::MemoryFault, format("a write over the mbarrier at %s + %llu (mbarrier.inval must come first)", p.region->name.c_str(),
-                                        static_cast<unsigned long long>(p.offset & ~uint64_t{7})));
+    fail(ErrorKind::MemoryFault,
+         format("a write over the mbarrier at %s + %llu (mbarrier.inval must come first)",
+                p.region->name.c_str(), static_cast<unsigned long long>(p.offset & ~uint64_t{7})));
   }
 }
 
 /// Order, scope, space of an instruction from its modifiers.
 inline Scope scope_from(const Decoder& d, Scope otherwise) {
-  return d.has(".cta") ? Scope::Cta : d.has(".cluster") ? Scope::Cluster : d.has(".gpu") ? Scope::Gpu : d.has(".sys") ? Scope::Sys : otherwise;
+  return d.has(".cta")       ? Scope::Cta
+         : d.has(".cluster") ? Scope::Cluster
+         : d.has(".gpu")     ? Scope::Gpu
+         : d.has(".sys")     ? Scope::Sys
+                             : otherwise;
 }
 inline Order order_from(const Decoder& d, Order otherwise) {
-  return d.has(".relaxed") ? Order::Relaxed : d.has(".acquire") ? Order::Acquire : d.has(".release") ? Order::Release
-       : d.has(".acq_rel") ? Order::AcqRel : d.has(".volatile") ? Order::Volatile : otherwise;
+  return d.has(".relaxed")    ? Order::Relaxed
+         : d.has(".acquire")  ? Order::Acquire
+         : d.has(".release")  ? Order::Release
+         : d.has(".acq_rel")  ? Order::AcqRel
+         : d.has(".volatile") ? Order::Volatile
+                              : otherwise;
 }
 inline Space space_from(const Decoder& d, Space otherwise) {
   if (d.has(".global")) return Space::Global;

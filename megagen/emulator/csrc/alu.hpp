@@ -1,4 +1,5 @@
-// Shapes of register-to-register handlers. A functor computes one lane; all 32 lanes are computed, active ones stored.
+// Shapes of register-to-register handlers. A functor computes one lane; all 32 lanes are computed, active
+// ones stored.
 #pragma once
 
 #include "forms.hpp"
@@ -50,20 +51,22 @@ void ternary_of(Exec& x, const Instr& i) {
   ternary<T, T, T, T>(x, i, F<T>::apply);
 }
 
-#define MEGAGEN_PICK_INTEGER(handler, F, type)              \
-  (type) == Type::U16   ? Handler(handler<F, uint16_t>)     \
-  : (type) == Type::S16 ? Handler(handler<F, int16_t>)      \
-  : (type) == Type::U32 ? Handler(handler<F, uint32_t>)     \
-  : (type) == Type::S32 ? Handler(handler<F, int32_t>)      \
-  : (type) == Type::U64 ? Handler(handler<F, uint64_t>)     \
-  : (type) == Type::S64 ? Handler(handler<F, int64_t>)      \
+#define MEGAGEN_PICK_INTEGER(handler, F, type)          \
+  (type) == Type::U16   ? Handler(handler<F, uint16_t>) \
+  : (type) == Type::S16 ? Handler(handler<F, int16_t>)  \
+  : (type) == Type::U32 ? Handler(handler<F, uint32_t>) \
+  : (type) == Type::S32 ? Handler(handler<F, int32_t>)  \
+  : (type) == Type::U64 ? Handler(handler<F, uint64_t>) \
+  : (type) == Type::S64 ? Handler(handler<F, int64_t>)  \
                         : Handler(nullptr)
 
 /// How setp and set combine their result with a predicate; 0: not at all.
 inline uint16_t bool_op(const std::string& modifier) {
   return modifier == ".and" ? 1 : modifier == ".or" ? 2 : modifier == ".xor" ? 3 : 0;
 }
-inline Mask combine(uint16_t op, Mask a, Mask b) { return op == 1 ? a & b : op == 2 ? a | b : op == 3 ? a ^ b : a; }
+inline Mask combine(uint16_t op, Mask a, Mask b) {
+  return op == 1 ? a & b : op == 2 ? a | b : op == 3 ? a ^ b : a;
+}
 
 /// p|q, a, b [, c]: p and q into op[0] and op[4], a and b into op[1] and op[2], c into op[3].
 inline void decode_compare_operands(Decoder& d, Instr& i, const std::string& combiner, Type type) {

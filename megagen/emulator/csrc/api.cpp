@@ -1,5 +1,5 @@
-// The C interface that machine.py calls. Functions that can fail return null or a kind above zero and leave the text
-// in emulator_error().
+// The C interface that machine.py calls. Functions that can fail return null or a kind above zero and leave
+// the text in emulator_error().
 #include <new>
 
 #include "forms.hpp"
@@ -90,12 +90,14 @@ const char* emulator_parameters(ModuleInstance* module, const char* entry) {
   }
   const FunctionInfo& f = p.functions[static_cast<size_t>(index)];
   for (size_t k = 0; k < f.params.size(); ++k) {
-    returned_text += format("%u %llu %s\n", f.param_offsets[k], static_cast<unsigned long long>(f.params[k].bytes()), f.params[k].type.c_str());
+    returned_text += format("%u %llu %s\n", f.param_offsets[k],
+                            static_cast<unsigned long long>(f.params[k].bytes()), f.params[k].type.c_str());
   }
   return returned_text.c_str();
 }
 
-Region* emulator_allocate(Machine* m, int32_t rank, uint64_t bytes, uint64_t align, const char* name, int32_t defined) {
+Region* emulator_allocate(Machine* m, int32_t rank, uint64_t bytes, uint64_t align, const char* name,
+                          int32_t defined) {
   Region* r = nullptr;
   guarded([&] { r = m->allocate(rank, bytes, align, name, defined); });
   return r;
@@ -109,7 +111,8 @@ int emulator_launch(Machine* m, ModuleInstance* module, const char* entry, int32
                     const uint32_t* block, const uint32_t* cluster, uint32_t shared, const uint8_t* params,
                     uint64_t param_bytes, int32_t programmatic) {
   return guarded([&] {
-    m->launch(*module, entry, rank, grid, block, cluster, shared, std::vector<uint8_t>(params, params + param_bytes), programmatic);
+    m->launch(*module, entry, rank, grid, block, cluster, shared,
+              std::vector<uint8_t>(params, params + param_bytes), programmatic);
   });
 }
 
@@ -117,10 +120,10 @@ int emulator_run(Machine* m) {
   return guarded([&] { m->run(); });
 }
 
-/// instructions, memory accesses, asynchronous operations, events, matrix operations, polls, virtual nanoseconds.
+/// instructions, asynchronous operations, events, matrix operations, polls, virtual nanoseconds.
 void emulator_counters(const Machine* m, uint64_t* out) {
   const Counters& c = m->counters;
-  const uint64_t values[7] = {c.instructions, c.memory, c.async, c.events, c.matrix, c.polls, m->time_ns};
+  const uint64_t values[6] = {c.instructions, c.async, c.events, c.matrix, c.polls, m->time_ns};
   memcpy(out, values, sizeof values);
 }
 
@@ -137,7 +140,8 @@ const char* emulator_reports(const Machine* m) {
 /// Who wrote last to the byte at an offset of a region, for reports about outputs.
 const char* emulator_last_writer(const Machine* m, const Region* r, uint64_t offset) {
   const Cell& c = r->cells[offset / 4];
-  returned_text = c.write ? m->name_of(agent_of(c.write)) + format(" at PTX line %u", c.write_line) : "nobody in this run";
+  returned_text = c.write ? m->name_of(agent_of(c.write)) + format(" at PTX line %u", c.write_line)
+                          : "nobody in this run";
   return returned_text.c_str();
 }
 

@@ -11,11 +11,12 @@ namespace megagen::emulator {
 
 struct AstOperand {
   enum Kind { Name, Integer, Float32, Float64, Address, Vector, Discard, Pair, Group } kind = Name;
-  std::string name;               // Name; for Address the base (empty: absolute)
-  int64_t value = 0;              // Integer; for Address the offset
-  uint64_t bits = 0;              // Float32, Float64: the encoding
-  bool negated = false;           // !p
-  std::vector<AstOperand> items;  // Vector {..}, Pair p|q, Group (..); for Address what follows the base: [map, {x, y}]
+  std::string name;      // Name; for Address the base (empty: absolute)
+  int64_t value = 0;     // Integer; for Address the offset
+  uint64_t bits = 0;     // Float32, Float64: the encoding
+  bool negated = false;  // !p
+  std::vector<AstOperand>
+      items;  // Vector {..}, Pair p|q, Group (..); for Address what follows the base: [map, {x, y}]
 };
 
 struct AstInstruction {
@@ -53,7 +54,7 @@ struct AstVariable {
 struct AstScope {
   int parent = -1;
   std::map<std::string, AstVariable> variables;
-  std::map<std::string, int> labels;  // to an index of AstFunction::instructions
+  std::map<std::string, int> labels;                             // to an index of AstFunction::instructions
   std::map<std::string, std::vector<std::string>> target_lists;  // .branchtargets, .calltargets
 };
 

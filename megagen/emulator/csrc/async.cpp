@@ -14,8 +14,10 @@ void guarded(const AsyncCopy& c, F step) {
     step();
   } catch (const Error& e) {
     if (e.located) throw;
-    throw Error(e.kind, "asynchronous operation issued by " + c.m->name_of(*c.warp) + format(" lane %d at ", c.lane) +
-                            c.program->describe(*c.instr) + ": " + e.what(), true);
+    throw Error(e.kind,
+                "asynchronous operation issued by " + c.m->name_of(*c.warp) + format(" lane %d at ", c.lane) +
+                    c.program->describe(*c.instr) + ": " + e.what(),
+                true);
   }
 }
 
@@ -93,7 +95,8 @@ void write_piece(AsyncCopy& c, const AsyncCopy::Piece& p) {
     memcpy(&value, &c.data[p.at + k], element);
     memcpy(&u, undefined + k, element);
     memcpy(&v, &c.undefined[p.at + k], element);
-    const uint64_t result = combine_values(static_cast<uint8_t>(c.reduce), c.type, old, value), bits = u | v ? ~uint64_t{0} : 0;
+    const uint64_t result = combine_values(static_cast<uint8_t>(c.reduce), c.type, old, value),
+                   bits = u | v ? ~uint64_t{0} : 0;
     memcpy(to + k, &result, element);
     memcpy(undefined + k, &bits, element);
   }
@@ -103,9 +106,11 @@ void write_destinations(AsyncCopy& c) {
   for (const auto& p : c.pieces) {
     if (!p.to) continue;
     if (p.to->read_only) fail(ErrorKind::MemoryFault, "a write to " + p.to->name + ", which is read-only");
-    if (p.to->holds_mbarrier(p.to_at, p.bytes)) fail(ErrorKind::MemoryFault, "a copy over an mbarrier in " + p.to->name);
+    if (p.to->holds_mbarrier(p.to_at, p.bytes))
+      fail(ErrorKind::MemoryFault, "a copy over an mbarrier in " + p.to->name);
     Accessor by = accessor(c, p, true);
-    if (c.reduce >= 0) by.flags |= kStrong | static_cast<uint32_t>(Scope::Gpu) << kScopeShift;  // relaxed at gpu scope
+    if (c.reduce >= 0)
+      by.flags |= kStrong | static_cast<uint32_t>(Scope::Gpu) << kScopeShift;  // relaxed at gpu scope
     c.m->history.write(*p.to, p.to_at, p.bytes, by);
     write_piece(c, p);
   }

@@ -13,8 +13,8 @@ struct AsyncCopy {
     Region* to = nullptr;
     uint64_t to_at = 0;
     uint32_t bytes = 0;
-    uint32_t at = 0;       // in data
-    uint8_t barrier = 0;   // index into barriers
+    uint32_t at = 0;      // in data
+    uint8_t barrier = 0;  // index into barriers
   };
   struct Barrier {
     Region* region;

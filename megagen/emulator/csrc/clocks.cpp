@@ -127,8 +127,8 @@ bool VectorClock::covers(const Chunk& a, const Chunk& b) {
     if (y.base == 0 && y.mask == 0 && y.each < 0) continue;
     if (k >= a.entries.size()) return false;
     const Entry& x = a.entries[k];
-    if (x.base >= y.base && y.each < 0 && (y.mask == 0 || x.base >= y.late ||
-        (x.late >= y.late && (y.mask & ~x.mask) == 0))) {
+    if (x.base >= y.base && y.each < 0 &&
+        (y.mask == 0 || x.base >= y.late || (x.late >= y.late && (y.mask & ~x.mask) == 0))) {
       continue;
     }
     if (x.each < 0 && y.each < 0 && x.base < y.base) return false;

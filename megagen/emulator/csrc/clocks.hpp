@@ -1,12 +1,13 @@
 // Vector clocks: who is known to have done what.
 //
 // An *agent* is a warp, or something asynchronous that a CTA has started (its bulk copies, its WGMMA reads, a
-// barrier's incoming copies). Each agent has 32 lanes and one counter; an access by lane l at count c is the epoch
-// (agent, l, c). A vector clock says, for every agent, up to which count each lane's accesses are known to have
-// happened before. Almost always that is one number for all lanes and one later number for a few of them.
+// barrier's incoming copies). Each agent has 32 lanes and one counter; an access by lane l at count c is the
+// epoch (agent, l, c). A vector clock says, for every agent, up to which count each lane's accesses are known
+// to have happened before. Almost always that is one number for all lanes and one later number for a few of
+// them.
 //
-// Clocks are shared and copied on write, CTA by CTA, so that a join of two mostly equal clocks costs a pointer
-// comparison per CTA.
+// Clocks are shared and copied on write, CTA by CTA, so that a join of two mostly equal clocks costs a
+// pointer comparison per CTA.
 #pragma once
 
 #include <array>
@@ -74,7 +75,8 @@ class VectorClock {
     return c && local < c->entries.size() ? &c->entries[local] : nullptr;
   }
   bool knows_each(Agent agent, int32_t index, int lane, uint32_t count) const {
-    return node_->chunks[slot_of(agent)]->each[static_cast<size_t>(index)][static_cast<size_t>(lane)] >= count;
+    return node_->chunks[slot_of(agent)]->each[static_cast<size_t>(index)][static_cast<size_t>(lane)] >=
+           count;
   }
   void retain() {
     if (node_) ++node_->references;
@@ -91,8 +93,8 @@ class VectorClock {
   Node* node_ = nullptr;
 };
 
-/// What a thread knows: accesses that happened before, and those of them that a proxy fence has made visible to the
-/// async proxy, for shared and for global memory.
+/// What a thread knows: accesses that happened before, and those of them that a proxy fence has made visible
+/// to the async proxy, for shared and for global memory.
 struct Clock {
   VectorClock before;
   VectorClock fenced[2];  // kShared, kGlobal

@@ -13,36 +13,64 @@ namespace megagen::emulator {
 namespace {
 
 const std::pair<const char*, Type> kTypeNames[] = {
-    {"b8", Type::B8}, {"b16", Type::B16}, {"b32", Type::B32}, {"b64", Type::B64}, {"b128", Type::B128},
-    {"u8", Type::U8}, {"u16", Type::U16}, {"u32", Type::U32}, {"u64", Type::U64}, {"s8", Type::S8},
-    {"s16", Type::S16}, {"s32", Type::S32}, {"s64", Type::S64}, {"f16", Type::F16}, {"f16x2", Type::F16x2},
-    {"bf16", Type::BF16}, {"bf16x2", Type::BF16x2}, {"f32", Type::F32}, {"f32x2", Type::F32x2}, {"f64", Type::F64},
-    {"tf32", Type::TF32}, {"u16x2", Type::U16x2}, {"s16x2", Type::S16x2}, {"pred", Type::Pred},
-    {"e4m3x2", Type::E4M3x2}, {"e5m2x2", Type::E5M2x2}, {"e2m1x2", Type::E2M1x2}, {"e2m3x2", Type::E2M3x2},
+    {"b8", Type::B8},         {"b16", Type::B16},         {"b32", Type::B32},       {"b64", Type::B64},
+    {"b128", Type::B128},     {"u8", Type::U8},           {"u16", Type::U16},       {"u32", Type::U32},
+    {"u64", Type::U64},       {"s8", Type::S8},           {"s16", Type::S16},       {"s32", Type::S32},
+    {"s64", Type::S64},       {"f16", Type::F16},         {"f16x2", Type::F16x2},   {"bf16", Type::BF16},
+    {"bf16x2", Type::BF16x2}, {"f32", Type::F32},         {"f32x2", Type::F32x2},   {"f64", Type::F64},
+    {"tf32", Type::TF32},     {"u16x2", Type::U16x2},     {"s16x2", Type::S16x2},   {"pred", Type::Pred},
+    {"e4m3x2", Type::E4M3x2}, {"e5m2x2", Type::E5M2x2},   {"e2m1x2", Type::E2M1x2}, {"e2m3x2", Type::E2M3x2},
     {"e3m2x2", Type::E3M2x2}, {"ue8m0x2", Type::UE8M0x2}, {"e4m3x4", Type::E4M3x4}, {"e5m2x4", Type::E5M2x4},
 };
 
 const std::map<std::string, Special>& special_registers() {
   static const std::map<std::string, Special> table = {
-      {"%tid.x", Special::TidX}, {"%tid.y", Special::TidY}, {"%tid.z", Special::TidZ},
-      {"%ntid.x", Special::NtidX}, {"%ntid.y", Special::NtidY}, {"%ntid.z", Special::NtidZ},
-      {"%ctaid.x", Special::CtaidX}, {"%ctaid.y", Special::CtaidY}, {"%ctaid.z", Special::CtaidZ},
-      {"%nctaid.x", Special::NctaidX}, {"%nctaid.y", Special::NctaidY}, {"%nctaid.z", Special::NctaidZ},
-      {"%laneid", Special::LaneId}, {"%warpid", Special::WarpId}, {"%nwarpid", Special::NwarpId},
-      {"%smid", Special::SmId}, {"%nsmid", Special::NsmId}, {"%gridid", Special::GridId},
-      {"%clusterid.x", Special::ClusteridX}, {"%clusterid.y", Special::ClusteridY},
-      {"%clusterid.z", Special::ClusteridZ}, {"%nclusterid.x", Special::NclusteridX},
-      {"%nclusterid.y", Special::NclusteridY}, {"%nclusterid.z", Special::NclusteridZ},
-      {"%cluster_ctaid.x", Special::ClusterCtaidX}, {"%cluster_ctaid.y", Special::ClusterCtaidY},
-      {"%cluster_ctaid.z", Special::ClusterCtaidZ}, {"%cluster_nctaid.x", Special::ClusterNctaidX},
-      {"%cluster_nctaid.y", Special::ClusterNctaidY}, {"%cluster_nctaid.z", Special::ClusterNctaidZ},
-      {"%cluster_ctarank", Special::ClusterCtarank}, {"%cluster_nctarank", Special::ClusterNctarank},
-      {"%is_explicit_cluster", Special::IsExplicitCluster}, {"%lanemask_eq", Special::LanemaskEq},
-      {"%lanemask_le", Special::LanemaskLe}, {"%lanemask_lt", Special::LanemaskLt},
-      {"%lanemask_ge", Special::LanemaskGe}, {"%lanemask_gt", Special::LanemaskGt}, {"%clock", Special::Clock},
-      {"%clock_hi", Special::ClockHi}, {"%clock64", Special::Clock64}, {"%globaltimer", Special::GlobalTimer},
-      {"%globaltimer_lo", Special::GlobalTimerLo}, {"%globaltimer_hi", Special::GlobalTimerHi},
-      {"%total_smem_size", Special::TotalSmemSize}, {"%aggr_smem_size", Special::AggrSmemSize},
+      {"%tid.x", Special::TidX},
+      {"%tid.y", Special::TidY},
+      {"%tid.z", Special::TidZ},
+      {"%ntid.x", Special::NtidX},
+      {"%ntid.y", Special::NtidY},
+      {"%ntid.z", Special::NtidZ},
+      {"%ctaid.x", Special::CtaidX},
+      {"%ctaid.y", Special::CtaidY},
+      {"%ctaid.z", Special::CtaidZ},
+      {"%nctaid.x", Special::NctaidX},
+      {"%nctaid.y", Special::NctaidY},
+      {"%nctaid.z", Special::NctaidZ},
+      {"%laneid", Special::LaneId},
+      {"%warpid", Special::WarpId},
+      {"%nwarpid", Special::NwarpId},
+      {"%smid", Special::SmId},
+      {"%nsmid", Special::NsmId},
+      {"%gridid", Special::GridId},
+      {"%clusterid.x", Special::ClusteridX},
+      {"%clusterid.y", Special::ClusteridY},
+      {"%clusterid.z", Special::ClusteridZ},
+      {"%nclusterid.x", Special::NclusteridX},
+      {"%nclusterid.y", Special::NclusteridY},
+      {"%nclusterid.z", Special::NclusteridZ},
+      {"%cluster_ctaid.x", Special::ClusterCtaidX},
+      {"%cluster_ctaid.y", Special::ClusterCtaidY},
+      {"%cluster_ctaid.z", Special::ClusterCtaidZ},
+      {"%cluster_nctaid.x", Special::ClusterNctaidX},
+      {"%cluster_nctaid.y", Special::ClusterNctaidY},
+      {"%cluster_nctaid.z", Special::ClusterNctaidZ},
+      {"%cluster_ctarank", Special::ClusterCtarank},
+      {"%cluster_nctarank", Special::ClusterNctarank},
+      {"%is_explicit_cluster", Special::IsExplicitCluster},
+      {"%lanemask_eq", Special::LanemaskEq},
+      {"%lanemask_le", Special::LanemaskLe},
+      {"%lanemask_lt", Special::LanemaskLt},
+      {"%lanemask_ge", Special::LanemaskGe},
+      {"%lanemask_gt", Special::LanemaskGt},
+      {"%clock", Special::Clock},
+      {"%clock_hi", Special::ClockHi},
+      {"%clock64", Special::Clock64},
+      {"%globaltimer", Special::GlobalTimer},
+      {"%globaltimer_lo", Special::GlobalTimerLo},
+      {"%globaltimer_hi", Special::GlobalTimerHi},
+      {"%total_smem_size", Special::TotalSmemSize},
+      {"%aggr_smem_size", Special::AggrSmemSize},
       {"%dynamic_smem_size", Special::DynamicSmemSize},
       {"%reserved_smem_offset_begin", Special::ReservedSmemBegin},
       {"%reserved_smem_offset_end", Special::ReservedSmemEnd},
@@ -55,11 +83,13 @@ int register_width(Type type) {
   return bytes <= 4 ? 4 : bytes;
 }
 
-uint32_t align_up(uint32_t value, uint32_t alignment) { return (value + alignment - 1) / alignment * alignment; }
+uint32_t align_up(uint32_t value, uint32_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
 
 }  // namespace
 
-void set_special_handler(Instr& i, Special which, bool wide);   // exec_control.cpp
+void set_special_handler(Instr& i, Special which, bool wide);  // exec_control.cpp
 
 Type type_of(const std::string& name) {
   for (const auto& [text, type] : kTypeNames) {
@@ -70,16 +100,37 @@ Type type_of(const std::string& name) {
 
 int bytes_of(Type type) {
   switch (type) {
-    case Type::B8: case Type::U8: case Type::S8: case Type::E2M1x2: return 1;
-    case Type::B16: case Type::U16: case Type::S16: case Type::F16: case Type::BF16: case Type::E4M3x2:
-    case Type::E5M2x2: case Type::E2M3x2: case Type::E3M2x2: case Type::UE8M0x2: return 2;
-    case Type::B64: case Type::U64: case Type::S64: case Type::F64: case Type::F32x2: return 8;
-    case Type::B128: return 16;
-    default: return 4;
+    case Type::B8:
+    case Type::U8:
+    case Type::S8:
+    case Type::E2M1x2:
+      return 1;
+    case Type::B16:
+    case Type::U16:
+    case Type::S16:
+    case Type::F16:
+    case Type::BF16:
+    case Type::E4M3x2:
+    case Type::E5M2x2:
+    case Type::E2M3x2:
+    case Type::E3M2x2:
+    case Type::UE8M0x2:
+      return 2;
+    case Type::B64:
+    case Type::U64:
+    case Type::S64:
+    case Type::F64:
+    case Type::F32x2:
+      return 8;
+    case Type::B128:
+      return 16;
+    default:
+      return 4;
   }
 }
 
-// --- The form table ------------------------------------------------------------------------------------------------
+// --- The form table
+// ------------------------------------------------------------------------------------------------
 
 FormTable::FormTable() {
   for (const FormList& list : {integer_forms(), bit_forms(), float_forms(), half_forms(), convert_forms(),
@@ -126,8 +177,8 @@ std::vector<std::string> FormTable::patterns() const {
 
 namespace {
 
-bool match_from(const std::vector<Slot>& slots, size_t slot, const std::vector<std::string>& modifiers, size_t at,
-                std::vector<std::string>& out) {
+bool match_from(const std::vector<Slot>& slots, size_t slot, const std::vector<std::string>& modifiers,
+                size_t at, std::vector<std::string>& out) {
   if (slot == slots.size()) return at == modifiers.size();
   if (at < modifiers.size()) {
     for (const std::string& choice : slots[slot].choices) {
@@ -142,7 +193,8 @@ bool match_from(const std::vector<Slot>& slots, size_t slot, const std::vector<s
 
 }  // namespace
 
-// --- Decoder helpers -----------------------------------------------------------------------------------------------
+// --- Decoder helpers
+// -----------------------------------------------------------------------------------------------
 
 bool Decoder::has(const char* modifier) const {
   for (const std::string& m : matched) {
@@ -153,7 +205,9 @@ bool Decoder::has(const char* modifier) const {
 
 const AstOperand& Decoder::operand(size_t index) const {
   if (index >= ast->operands.size()) {
-    throw Error(ErrorKind::Emulator, format("PTX line %u: `%s` lacks operand %zu", ast->line, ast->opcode.c_str(), index + 1), true);
+    throw Error(ErrorKind::Emulator,
+                format("PTX line %u: `%s` lacks operand %zu", ast->line, ast->opcode.c_str(), index + 1),
+                true);
   }
   return ast->operands[index];
 }
@@ -161,7 +215,8 @@ const AstOperand& Decoder::operand(size_t index) const {
 void Decoder::operands(Instr& i, Type destination_type, std::initializer_list<Type> source_types) {
   i.operands = static_cast<uint8_t>(source_types.size() + 1);
   if (count() != i.operands) unsupported(format("%zu operands where %d were expected", count(), i.operands));
-  i.op[0] = destination_type == Type::Pred ? predicate(operand(0)) : destination(operand(0), destination_type);
+  i.op[0] =
+      destination_type == Type::Pred ? predicate(operand(0)) : destination(operand(0), destination_type);
   size_t k = 1;
   for (Type type : source_types) {
     i.op[k] = type == Type::Pred ? predicate(operand(k)) : source(operand(k), type);
@@ -185,7 +240,8 @@ void Decoder::extra(Instr& i, const AstOperand& vector, Type type, bool is_desti
   i.extra_count += static_cast<uint32_t>(refs.size());
 }
 
-// --- The module ----------------------------------------------------------------------------------------------------
+// --- The module
+// ----------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -217,7 +273,8 @@ class ModuleDecoder final : public Decoder {
       if (m_.functions[k]->defined) body(*m_.functions[k], p_.functions[k]);
     }
     refuse_recursion();
-    for (auto& [function, uses] : setmaxnreg_) p_.functions[static_cast<size_t>(function)].uses_setmaxnreg = uses;
+    for (auto& [function, uses] : setmaxnreg_)
+      p_.functions[static_cast<size_t>(function)].uses_setmaxnreg = uses;
     p_.register_bytes = registers_;
     p_.predicates = predicates_;
     p_.local_bytes = align_up(local_, 16);
@@ -241,7 +298,8 @@ class ModuleDecoder final : public Decoder {
     switch (o.kind) {
       case AstOperand::Integer: {
         if (type == Type::F32 || type == Type::F64) {
-          return type == Type::F32 ? constant(bits32(static_cast<float>(o.value)), 4) : constant(bits64(static_cast<double>(o.value)), 8);
+          return type == Type::F32 ? constant(bits32(static_cast<float>(o.value)), 4)
+                                   : constant(bits64(static_cast<double>(o.value)), 8);
         }
         uint64_t value = static_cast<uint64_t>(o.value);
         if (width == 4) value &= 0xFFFFFFFFu;
@@ -260,8 +318,10 @@ class ModuleDecoder final : public Decoder {
         memcpy(&d, &o.bits, 8);
         return constant(bits32(static_cast<float>(d)), 4);
       }
-      case AstOperand::Name: break;
-      default: unsupported("an operand of this kind isn't expected here");
+      case AstOperand::Name:
+        break;
+      default:
+        unsupported("an operand of this kind isn't expected here");
     }
     if (const auto it = special_registers().find(o.name); it != special_registers().end()) {
       return special(it->second, 0, width);
@@ -329,7 +389,8 @@ class ModuleDecoder final : public Decoder {
       const auto& labels = function_->scopes[static_cast<size_t>(s)].labels;
       if (const auto it = labels.find(name); it != labels.end()) return it->second;
     }
-    throw Error(ErrorKind::Emulator, format("PTX line %u: label `%s` isn't defined", ast->line, name.c_str()), true);
+    throw Error(ErrorKind::Emulator, format("PTX line %u: label `%s` isn't defined", ast->line, name.c_str()),
+                true);
   }
 
   std::vector<int> targets(const std::string& list) override {
@@ -412,7 +473,8 @@ class ModuleDecoder final : public Decoder {
     ref.off = static_cast<uint32_t>(p_.constants.size());
     p_.constants.resize(p_.constants.size() + static_cast<size_t>(width) * kLanes);
     for (int l = 0; l < kLanes; ++l) {
-      memcpy(&p_.constants[ref.off + static_cast<size_t>(l * width)], &value, static_cast<size_t>(width < 8 ? width : 8));
+      memcpy(&p_.constants[ref.off + static_cast<size_t>(l * width)], &value,
+             static_cast<size_t>(width < 8 ? width : 8));
     }
     return ref;
   }
@@ -462,7 +524,8 @@ class ModuleDecoder final : public Decoder {
     if (v && (v->space == "local" || (v->space == "param" && !is_kernel_param(key)))) {
       return special(Special::LocalSymbol, local_offsets_.at(key) + addend, width);
     }
-    if (v && v->space == "param") return special(Special::ParamSymbol, param_offsets_.at(key) + addend, width);
+    if (v && v->space == "param")
+      return special(Special::ParamSymbol, param_offsets_.at(key) + addend, width);
     for (size_t g = 0; g < p_.globals.size(); ++g) {
       if (p_.globals[g].name != name) continue;
       const Ref ref = new_constant(0, 8);
@@ -598,7 +661,8 @@ class ModuleDecoder final : public Decoder {
     }
     info.static_shared = shared_ - kSharedReserved;
     for (const AstVariable& v : m_.variables) {
-      if (v.space == "shared" && (v.external || v.count == 0)) info.shared_align = std::max(info.shared_align, v.align);
+      if (v.space == "shared" && (v.external || v.count == 0))
+        info.shared_align = std::max(info.shared_align, v.align);
     }
   }
 
@@ -641,7 +705,8 @@ class ModuleDecoder final : public Decoder {
     // Labels were indices of parsed instructions.
     for (int k = info.start; k < info.end; ++k) {
       Instr& i = p_.code[static_cast<size_t>(k)];
-      if (i.form && std::string(i.form->pattern).rfind("bra", 0) == 0) i.target = first[static_cast<size_t>(i.target)];
+      if (i.form && std::string(i.form->pattern).rfind("bra", 0) == 0)
+        i.target = first[static_cast<size_t>(i.target)];
     }
     for (size_t k = lists_done_; k < p_.target_lists.size(); ++k) {
       for (int& t : p_.target_lists[k]) t = first[static_cast<size_t>(t)];
@@ -680,7 +745,8 @@ class ModuleDecoder final : public Decoder {
       if (!open.insert(f).second) {
         throw Error(ErrorKind::UnsupportedInstruction,
                     "function `" + p_.functions[static_cast<size_t>(f)].name +
-                        "` is recursive; see PTX ISA, Control Flow Instructions: call", true);
+                        "` is recursive; see PTX ISA, Control Flow Instructions: call",
+                    true);
       }
       for (int callee : calls_[f]) visit(callee);
       open.erase(f);
@@ -745,7 +811,8 @@ const Instr* Program::at_line(uint32_t line) const {
 }
 
 std::string Program::describe(const Instr& i) const {
-  std::string out = format("PTX line %u `%s` (%s", i.line, instruction_text(i).c_str(), source_of(i.location).c_str());
+  std::string out =
+      format("PTX line %u `%s` (%s", i.line, instruction_text(i).c_str(), source_of(i.location).c_str());
   const Location& l = locations[i.location];
   if (l.line > 0 && l.line <= source_lines.size()) {
     const std::string& source = source_lines[l.line - 1];

@@ -15,7 +15,8 @@ namespace {
 enum : uint16_t { kMulticast = 1, kGroup = 2, kByteMask = 4 };
 
 uint64_t address_at(const Exec& x, const Ref& r, int64_t offset, int lane) {
-  return (r.width == 8 ? x.value(r, lane) : static_cast<uint32_t>(x.value(r, lane))) + static_cast<uint64_t>(offset);
+  return (r.width == 8 ? x.value(r, lane) : static_cast<uint32_t>(x.value(r, lane))) +
+         static_cast<uint64_t>(offset);
 }
 
 /// An address operand into `slot`, its offset returned.
@@ -39,19 +40,23 @@ std::shared_ptr<AsyncCopy> new_copy(Exec& x, const Instr& i, int lane) {
   return c;
 }
 
-/// The mbarrier's initialization must have become visible to the async proxy before a copy may complete on it.
+/// The mbarrier's initialization must have become visible to the async proxy before a copy may complete on
+/// it.
 void require_visible(const Exec& x, const Mbarrier& b, int lane) {
   if (!x.m.history.enabled || b.init_fenced || x.m.history.proxy == ProxyCheck::Off) return;
   const Clock now = x.publish(1u << lane);
   const Agent a = agent_of(b.init);
   if (!now.before.knows(a, lane_of(b.init), count_of(b.init))) {
-    fail(ErrorKind::DataRace, "the use of the " + mbarrier_text(b) + " isn't ordered after its initialization");
+    fail(ErrorKind::DataRace,
+         "the use of the " + mbarrier_text(b) + " isn't ordered after its initialization");
   }
   if (now.fenced[kSharedProxy].knows(a, lane_of(b.init), count_of(b.init))) return;
-  const std::string text = "the initialization of the " + mbarrier_text(b) +
-                           " has no fence.mbarrier_init or fence.proxy.async before this copy, which completes on it";
+  const std::string text =
+      "the initialization of the " + mbarrier_text(b) +
+      " has no fence.mbarrier_init or fence.proxy.async before this copy, which completes on it";
   if (x.m.history.proxy == ProxyCheck::Error) fail(ErrorKind::ProxyViolation, text);
-  if (x.m.reported.insert(static_cast<uint64_t>(b.init_line) << 32 | x.m.current->line).second) x.m.reports.push_back(text);
+  if (x.m.reported.insert(static_cast<uint64_t>(b.init_line) << 32 | x.m.current->line).second)
+    x.m.reports.push_back(text);
 }
 
 /// CTAs that a copy goes to: of the multicast mask, or the one that the destination names.
@@ -61,25 +66,31 @@ std::vector<Cta*> receivers(const Exec& x, const Instr& i, int lane, const Place
   std::vector<Cta*> out;
   for (uint32_t r = 0; r < 16; ++r) {
     if (!(mask >> r & 1)) continue;
-    if (r >= x.cta().cluster->ctas.size()) fail(ErrorKind::MemoryFault, format("multicast to CTA %u of a cluster of %zu", r, x.cta().cluster->ctas.size()));
+    if (r >= x.cta().cluster->ctas.size())
+      fail(ErrorKind::MemoryFault,
+           format("multicast to CTA %u of a cluster of %zu", r, x.cta().cluster->ctas.size()));
     out.push_back(x.cta().cluster->ctas[r]);
   }
   if (out.empty()) fail(ErrorKind::Emulator, "a multicast to no CTA");
   return out;
 }
 
-void add_barriers(Exec& x, AsyncCopy& c, const Instr& i, int lane, const std::vector<Cta*>& to, uint32_t bytes) {
+void add_barriers(Exec& x, AsyncCopy& c, const Instr& i, int lane, const std::vector<Cta*>& to,
+                  uint32_t bytes) {
   x.require_defined(i.op[3], "mbarrier address");
-  const Place first = x.resolve(Space::SharedCluster, address_at(x, i.op[3], i.offset[1], lane) & 0xFFFFFFFFu, 8, lane, 8);
+  const Place first =
+      x.resolve(Space::SharedCluster, address_at(x, i.op[3], i.offset[1], lane) & 0xFFFFFFFFu, 8, lane, 8);
   for (Cta* cta : to) {
     Region* region = i.flags & kMulticast ? cta->shared : first.region;
-    if (region->cta != cta) fail(ErrorKind::MemoryFault, "the mbarrier and the destination must be in one CTA's shared memory");
+    if (region->cta != cta)
+      fail(ErrorKind::MemoryFault, "the mbarrier and the destination must be in one CTA's shared memory");
     require_visible(x, mbarrier_at({region, first.offset}), lane);
     c.barriers.push_back({region, static_cast<uint32_t>(first.offset), bytes});
   }
 }
 
-// --- Bulk copies ---------------------------------------------------------------------------------------------------------
+// --- Bulk copies
+// ---------------------------------------------------------------------------------------------------------
 
 void bulk(Exec& x, const Instr& i) {
   x.require_defined(i.op[0], "destination address");
@@ -89,7 +100,8 @@ void bulk(Exec& x, const Instr& i) {
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     const auto bytes = static_cast<uint32_t>(x.value(i.op[2], l));
-    if (bytes % 16) fail(ErrorKind::MemoryFault, format("a bulk copy of %u bytes: must be a multiple of 16", bytes));
+    if (bytes % 16)
+      fail(ErrorKind::MemoryFault, format("a bulk copy of %u bytes: must be a multiple of 16", bytes));
     auto c = new_copy(x, i, l);
     const Place to = x.resolve(to_space, address_at(x, i.op[0], i.imm, l), bytes, l, 16);
     const Place from = x.resolve(from_space, address_at(x, i.op[1], i.offset[0], l), bytes, l, 16);
@@ -101,7 +113,8 @@ void bulk(Exec& x, const Instr& i) {
       if (i.flags & kByteMask) {
         const auto mask = static_cast<uint16_t>(x.value(i.op[4], l));
         for (uint32_t at = 0; at < bytes; ++at) {
-          if (mask >> (at % 16) & 1) c->pieces.push_back({from.region, from.offset + at, to.region, to.offset + at, 1, at, 0});
+          if (mask >> (at % 16) & 1)
+            c->pieces.push_back({from.region, from.offset + at, to.region, to.offset + at, 1, at, 0});
         }
       } else {
         c->pieces.push_back({from.region, from.offset, to.region, to.offset, bytes, 0, 0});
@@ -113,7 +126,8 @@ void bulk(Exec& x, const Instr& i) {
       for (size_t k = 0; k < ctas.size(); ++k) {
         Region* region = i.flags & kMulticast ? ctas[k]->shared : to.region;
         // One read serves all receivers.
-        c->pieces.push_back({k == 0 ? from.region : nullptr, from.offset, region, to.offset, bytes, 0, static_cast<uint8_t>(k)});
+        c->pieces.push_back({k == 0 ? from.region : nullptr, from.offset, region, to.offset, bytes, 0,
+                             static_cast<uint8_t>(k)});
       }
     }
     start_copy(std::move(c));
@@ -126,7 +140,9 @@ void decode_bulk(Decoder& d, Instr& i) {
   const bool group = d.has(".bulk_group");
   const size_t to_slot = d.ast->modifiers[0] == ".reduce" ? 3 : 2;
   const std::string& to = d.slot(to_slot);
-  i.vector = static_cast<uint8_t>(to == ".global" ? Space::Global : to == ".shared::cta" ? Space::Shared : Space::SharedCluster);
+  i.vector = static_cast<uint8_t>(to == ".global"        ? Space::Global
+                                  : to == ".shared::cta" ? Space::Shared
+                                                         : Space::SharedCluster);
   i.space = d.slot(to_slot + 1) == ".global" ? Space::Global : Space::Shared;
   i.imm = address(d, i, 0, 0);
   i.offset[0] = address(d, i, 1, 1);
@@ -153,7 +169,8 @@ void decode_bulk(Decoder& d, Instr& i) {
 void bulk_prefetch(Exec& x, const Instr& i) {
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
-    x.resolve(Space::Global, address_at(x, i.op[0], i.imm, l), static_cast<uint32_t>(x.value(i.op[2], l)), l, 16);
+    x.resolve(Space::Global, address_at(x, i.op[0], i.imm, l), static_cast<uint32_t>(x.value(i.op[2], l)), l,
+              16);
   }
 }
 void decode_bulk_prefetch(Decoder& d, Instr& i) {
@@ -162,7 +179,8 @@ void decode_bulk_prefetch(Decoder& d, Instr& i) {
   i.fn = bulk_prefetch;
 }
 
-// --- Groups --------------------------------------------------------------------------------------------------------------
+// --- Groups
+// --------------------------------------------------------------------------------------------------------------
 
 /// choice 0: bulk, 1: cp.async.
 std::unique_ptr<LaneGroups[]>& groups_of(Exec& x, const Instr& i) { return i.choice ? x.w.copy : x.w.bulk; }
@@ -170,7 +188,8 @@ std::unique_ptr<LaneGroups[]>& groups_of(Exec& x, const Instr& i) { return i.cho
 void commit_group(Exec& x, const Instr& i) {
   auto& lanes = groups_of(x, i);
   if (!lanes) lanes = std::make_unique<LaneGroups[]>(kLanes);
-  for (Mask rest = x.mask; rest; rest &= rest - 1) lanes[static_cast<size_t>(__builtin_ctz(rest))].groups.emplace_back();
+  for (Mask rest = x.mask; rest; rest &= rest - 1)
+    lanes[static_cast<size_t>(__builtin_ctz(rest))].groups.emplace_back();
 }
 void decode_commit(Decoder& d, Instr& i) {
   i.choice = !d.has(".bulk");
@@ -205,7 +224,8 @@ void wait_group(Exec& x, const Instr& i) {
       if (!reads_only) learned.before.learn(write_agent, 1u << l, g.groups[k].last_write);
     }
     x.acquire(1u << l, learned);
-    while (g.groups.size() > 1 && !reads_only && g.groups.size() - 1 > static_cast<size_t>(i.imm) && !g.groups.front().reads && !g.groups.front().writes) {
+    while (g.groups.size() > 1 && !reads_only && g.groups.size() - 1 > static_cast<size_t>(i.imm) &&
+           !g.groups.front().reads && !g.groups.front().writes) {
       g.groups.pop_front();
       ++g.first;
     }
@@ -221,7 +241,8 @@ void decode_wait(Decoder& d, Instr& i) {
   i.fn = wait_group;
 }
 
-// --- cp.async ------------------------------------------------------------------------------------------------------------
+// --- cp.async
+// ------------------------------------------------------------------------------------------------------------
 
 /// op[2]: source size (optional); op[4]: ignore-src predicate; imm/offset as for bulk; target: cp-size.
 void copy_async(Exec& x, const Instr& i) {
@@ -254,7 +275,8 @@ void decode_copy_async(Decoder& d, Instr& i) {
   if (d.operand(2).kind != AstOperand::Integer) d.unsupported("cp-size must be a constant");
   i.target = static_cast<int32_t>(d.operand(2).value);
   const bool cg = d.has(".cg");
-  if (!(i.target == 16 || (!cg && (i.target == 4 || i.target == 8)))) d.unsupported("cp-size must be 16, or with .ca 4, 8 or 16");
+  if (!(i.target == 16 || (!cg && (i.target == 4 || i.target == 8))))
+    d.unsupported("cp-size must be 16, or with .ca 4, 8 or 16");
   const size_t left = d.count() - 3 - (d.has(".L2::cache_hint") ? 1 : 0);
   if (left == 1) {
     const AstOperand& o = d.operand(3);
@@ -297,37 +319,48 @@ void decode_copy_arrive(Decoder& d, Instr& i) {
   i.fn = copy_arrive;
 }
 
-// --- Tensor copies -------------------------------------------------------------------------------------------------------
+// --- Tensor copies
+// -------------------------------------------------------------------------------------------------------
 
 // op[0] shared address, op[1] tensor map, extra: coordinates, op[3] mbarrier, op[4] multicast mask.
 enum TensorMode : uint8_t { TensorLoad, TensorStore, TensorPrefetch };
 
 TensorMap map_of(const Exec& x, const Instr& i, int lane, int dimensions) {
-  const LanePlace p = lane_place(x, Space::Generic, address_at(x, i.op[1], i.offset[0], lane), kTensorMapBytes, lane, 64);
+  const LanePlace p =
+      lane_place(x, Space::Generic, address_at(x, i.op[1], i.offset[0], lane), kTensorMapBytes, lane, 64);
   if (!p.region) fail(ErrorKind::MemoryFault, "a tensor map can't be in local memory");
-  if (!is_zero(p.undefined, kTensorMapBytes)) fail(ErrorKind::UninitializedUse, "the tensor map is undefined");
+  if (!is_zero(p.undefined, kTensorMapBytes))
+    fail(ErrorKind::UninitializedUse, "the tensor map is undefined");
   TensorMap map;
   if (!decode_tensor_map(p.data, map)) fail(ErrorKind::MemoryFault, "there is no tensor map at this address");
-  if (const std::string why = validate(map, x.m.options.arch.compute_capability); !why.empty()) fail(ErrorKind::MemoryFault, "tensor map: " + why);
-  if (map.rank != dimensions) fail(ErrorKind::MemoryFault, format("a %d-dimensional copy with a tensor map of %d dimensions", dimensions, map.rank));
-  if (map.interleave != Interleave::None) fail(ErrorKind::UnsupportedInstruction, "interleaved tensor maps aren't implemented; see PTX ISA, Tensors");
+  if (const std::string why = validate(map, x.m.options.arch.compute_capability); !why.empty())
+    fail(ErrorKind::MemoryFault, "tensor map: " + why);
+  if (map.rank != dimensions)
+    fail(ErrorKind::MemoryFault,
+         format("a %d-dimensional copy with a tensor map of %d dimensions", dimensions, map.rank));
+  if (map.interleave != Interleave::None)
+    fail(ErrorKind::UnsupportedInstruction,
+         "interleaved tensor maps aren't implemented; see PTX ISA, Tensors");
   return map;
 }
 
 void tensor(Exec& x, const Instr& i) {
   x.require_defined(i.op[1], "tensor map address");
-  for (uint32_t k = 0; k < i.extra_count; ++k) x.require_defined(x.program.extra[i.extra + k], "tensor coordinate");
+  for (uint32_t k = 0; k < i.extra_count; ++k)
+    x.require_defined(x.program.extra[i.extra + k], "tensor coordinate");
   if (i.vector != TensorPrefetch) x.require_defined(i.op[0], "shared address");
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     const TensorMap map = map_of(x, i, l, static_cast<int>(i.extra_count));
     if (i.vector == TensorPrefetch) continue;
     int32_t coordinates[kMaxTensorRank] = {};
-    for (uint32_t k = 0; k < i.extra_count; ++k) coordinates[k] = static_cast<int32_t>(x.value(x.program.extra[i.extra + k], l));
+    for (uint32_t k = 0; k < i.extra_count; ++k)
+      coordinates[k] = static_cast<int32_t>(x.value(x.program.extra[i.extra + k], l));
     const bool load = i.vector == TensorLoad;
     auto c = new_copy(x, i, l);
     const uint64_t shared_address = address_at(x, i.op[0], i.imm, l);
-    const Place shared = x.resolve(load ? i.space : Space::Shared, shared_address, shared_bytes(map), l, map.swizzle == Swizzle::None ? 16 : 128);
+    const Place shared = x.resolve(load ? i.space : Space::Shared, shared_address, shared_bytes(map), l,
+                                   map.swizzle == Swizzle::None ? 16 : 128);
     std::vector<Cta*> ctas{shared.region->cta};
     if (load) {
       ctas = receivers(x, i, l, shared);
@@ -359,8 +392,10 @@ void tensor(Exec& x, const Instr& i) {
       }
       for (size_t k = 0; k < ctas.size(); ++k) {
         Region* to = i.flags & kMulticast ? ctas[k]->shared : shared.region;
-        if (run.shared + run.bytes > to->size) fail(ErrorKind::MemoryFault, "the box reaches past the end of shared memory");
-        c->pieces.push_back({k == 0 ? global : nullptr, global_at, to, run.shared, run.bytes, at, static_cast<uint8_t>(k)});
+        if (run.shared + run.bytes > to->size)
+          fail(ErrorKind::MemoryFault, "the box reaches past the end of shared memory");
+        c->pieces.push_back(
+            {k == 0 ? global : nullptr, global_at, to, run.shared, run.bytes, at, static_cast<uint8_t>(k)});
       }
     });
     start_copy(std::move(c));
@@ -374,7 +409,8 @@ void tensor_coordinates(Decoder& d, Instr& i, size_t operand, const std::string&
   i.offset[0] = address(d, i, operand, 1);
   if (o.items.empty()) d.unsupported("the tensor's coordinates are missing");
   d.extra(i, o.items[0], Type::S32, false);
-  if (i.extra_count != static_cast<uint32_t>(dimensions[1] - '0')) d.unsupported("the number of coordinates differs from the dimensions");
+  if (i.extra_count != static_cast<uint32_t>(dimensions[1] - '0'))
+    d.unsupported("the number of coordinates differs from the dimensions");
 }
 
 void decode_tensor_load(Decoder& d, Instr& i) {
@@ -398,11 +434,13 @@ void decode_tensor_store(Decoder& d, Instr& i) {
 }
 /// A reduction's element type is the tensor map's.
 void tensor_reduce(Exec& x, const Instr& i) {
-  static constexpr Type kTypes[] = {Type::U8, Type::U16, Type::U32, Type::S32, Type::U64, Type::S64, Type::F16, Type::F32,
-                                    Type::F64, Type::BF16, Type::F32, Type::F32, Type::F32};
+  static constexpr Type kTypes[] = {Type::U8,  Type::U16, Type::U32, Type::S32, Type::U64,
+                                    Type::S64, Type::F16, Type::F32, Type::F64, Type::BF16,
+                                    Type::F32, Type::F32, Type::F32};
   const TensorMap map = map_of(x, i, __builtin_ctz(x.mask), static_cast<int>(i.extra_count));
   const auto index = static_cast<size_t>(map.type);
-  if (index < 2 || index >= sizeof kTypes / sizeof kTypes[0]) fail(ErrorKind::MemoryFault, "a reduction with this element type of the tensor map");
+  if (index < 2 || index >= sizeof kTypes / sizeof kTypes[0])
+    fail(ErrorKind::MemoryFault, "a reduction with this element type of the tensor map");
   Instr typed = i;
   typed.type = kTypes[index];
   x.m.reduction_instrs.push_back(typed);  // the copy keeps a pointer to its instruction
@@ -419,7 +457,8 @@ void decode_tensor_prefetch(Decoder& d, Instr& i) {
   i.fn = tensor;
 }
 
-// --- Asynchronous stores and reductions of registers; bulk zero ------------------------------------------------------------
+// --- Asynchronous stores and reductions of registers; bulk zero
+// ------------------------------------------------------------
 
 void store_async(Exec& x, const Instr& i) {
   x.require_defined(i.op[0], "address");
@@ -461,7 +500,8 @@ void store_bulk(Exec& x, const Instr& i) {
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     const auto bytes = static_cast<uint32_t>(x.value(i.op[2], l));
-    if (bytes % 8) fail(ErrorKind::MemoryFault, format("st.bulk of %u bytes: must be a multiple of 8", bytes));
+    if (bytes % 8)
+      fail(ErrorKind::MemoryFault, format("st.bulk of %u bytes: must be a multiple of 8", bytes));
     const LanePlace p = lane_place(x, i.space, address_at(x, i.op[0], i.imm, l), bytes, l, 8);
     require_writable(p, bytes);
     x.m.history.write(*p.region, p.offset, bytes, x.accessor(l, uint32_t{0}));
@@ -488,26 +528,43 @@ constexpr const char* kStore = "Data Movement and Conversion Instructions: st.as
 #define DIMS "(.1d|.2d|.3d|.4d|.5d)"
 
 const Form kForms[] = {
-    {"cp(.async)(.bulk)(.shared::cluster|.shared::cta)(.global)" TX "{.multicast::cluster}{.L2::cache_hint}", kBulk, decode_bulk},
+    {"cp(.async)(.bulk)(.shared::cluster|.shared::cta)(.global)" TX "{.multicast::cluster}{.L2::cache_hint}",
+     kBulk, decode_bulk},
     {"cp(.async)(.bulk)(.shared::cluster)(.shared::cta)" TX, kBulk, decode_bulk},
     {"cp(.async)(.bulk)(.global)(.shared::cta)(.bulk_group){.L2::cache_hint}{.cp_mask}", kBulk, decode_bulk},
     {"cp(.async)(.bulk)(.prefetch)(.L2)(.global){.L2::cache_hint}", kBulk, decode_bulk_prefetch},
-    {"cp(.reduce)(.async)(.bulk)(.shared::cluster)(.shared::cta)" TX "(.and|.or|.xor|.add|.inc|.dec|.min|.max)(.b32|.b64|.u32|.s32|.u64|.s64)", kReduce, decode_bulk},
-    {"cp(.reduce)(.async)(.bulk)(.global)(.shared::cta)(.bulk_group){.L2::cache_hint}(.and|.or|.xor|.add|.inc|.dec|.min|.max){.noftz}(.f16|.bf16|.b32|.u32|.s32|.b64|.u64|.s64|.f32|.f64)", kReduce, decode_bulk},
+    {"cp(.reduce)(.async)(.bulk)(.shared::cluster)(.shared::cta)" TX
+     "(.and|.or|.xor|.add|.inc|.dec|.min|.max)(.b32|.b64|.u32|.s32|.u64|.s64)",
+     kReduce, decode_bulk},
+    {"cp(.reduce)(.async)(.bulk)(.global)(.shared::cta)(.bulk_group){.L2::cache_hint}(.and|.or|.xor|.add|."
+     "inc|.dec|.min|.max){.noftz}(.f16|.bf16|.b32|.u32|.s32|.b64|.u64|.s64|.f32|.f64)",
+     kReduce, decode_bulk},
     {"cp(.async)(.bulk)(.commit_group)", kBulk, decode_commit},
     {"cp(.async)(.bulk)(.wait_group){.read}", kBulk, decode_wait},
-    {"cp(.async)(.bulk)(.tensor)" DIMS "(.shared::cluster|.shared::cta)(.global){.tile}" TX "{.multicast::cluster}{.L2::cache_hint}", kTensor, decode_tensor_load},
-    {"cp(.async)(.bulk)(.tensor)" DIMS "(.global)(.shared::cta){.tile}(.bulk_group){.L2::cache_hint}", kTensor, decode_tensor_store},
-    {"cp(.reduce)(.async)(.bulk)(.tensor)" DIMS "(.global)(.shared::cta)(.add|.min|.max|.inc|.dec|.and|.or|.xor){.tile}(.bulk_group){.L2::cache_hint}", "Data Movement and Conversion Instructions: cp.reduce.async.bulk.tensor", decode_tensor_reduce},
-    {"cp(.async)(.bulk)(.prefetch)(.tensor)" DIMS "(.L2)(.global){.tile}{.L2::cache_hint}", "Data Movement and Conversion Instructions: cp.async.bulk.prefetch.tensor", decode_tensor_prefetch},
-    {"cp(.async)(.ca|.cg)(.shared|.shared::cta)(.global){.L2::cache_hint}{.L2::64B|.L2::128B|.L2::256B}", kCopy, decode_copy_async},
+    {"cp(.async)(.bulk)(.tensor)" DIMS "(.shared::cluster|.shared::cta)(.global){.tile}" TX
+     "{.multicast::cluster}{.L2::cache_hint}",
+     kTensor, decode_tensor_load},
+    {"cp(.async)(.bulk)(.tensor)" DIMS "(.global)(.shared::cta){.tile}(.bulk_group){.L2::cache_hint}",
+     kTensor, decode_tensor_store},
+    {"cp(.reduce)(.async)(.bulk)(.tensor)" DIMS
+     "(.global)(.shared::cta)(.add|.min|.max|.inc|.dec|.and|.or|.xor){.tile}(.bulk_group){.L2::cache_hint}",
+     "Data Movement and Conversion Instructions: cp.reduce.async.bulk.tensor", decode_tensor_reduce},
+    {"cp(.async)(.bulk)(.prefetch)(.tensor)" DIMS "(.L2)(.global){.tile}{.L2::cache_hint}",
+     "Data Movement and Conversion Instructions: cp.async.bulk.prefetch.tensor", decode_tensor_prefetch},
+    {"cp(.async)(.ca|.cg)(.shared|.shared::cta)(.global){.L2::cache_hint}{.L2::64B|.L2::128B|.L2::256B}",
+     kCopy, decode_copy_async},
     {"cp(.async)(.commit_group)", kCopy, decode_commit},
     {"cp(.async)(.wait_group)", kCopy, decode_wait},
     {"cp(.async)(.wait_all)", kCopy, decode_wait},
-    {"cp(.async)(.mbarrier)(.arrive){.noinc}{.shared|.shared::cta}(.b64)", "Parallel Synchronization and Communication Instructions: cp.async.mbarrier.arrive", decode_copy_arrive},
-    {"st(.async){.weak}{.shared::cluster}" TX "{.v2|.v4}(.b32|.b64|.u32|.u64|.s32|.s64|.f32|.f64)", kStore, decode_store_async},
-    {"red(.async){.relaxed}{.cluster}{.shared::cluster}" TX "(.inc|.dec|.min|.max|.and|.or|.xor|.add)(.u32|.s32|.u64|.b32)", "Parallel Synchronization and Communication Instructions: red.async", decode_store_async},
-    {"st(.bulk){.weak}{.shared::cta}", "Data Movement and Conversion Instructions: st.bulk", decode_store_bulk},
+    {"cp(.async)(.mbarrier)(.arrive){.noinc}{.shared|.shared::cta}(.b64)",
+     "Parallel Synchronization and Communication Instructions: cp.async.mbarrier.arrive", decode_copy_arrive},
+    {"st(.async){.weak}{.shared::cluster}" TX "{.v2|.v4}(.b32|.b64|.u32|.u64|.s32|.s64|.f32|.f64)", kStore,
+     decode_store_async},
+    {"red(.async){.relaxed}{.cluster}{.shared::cluster}" TX
+     "(.inc|.dec|.min|.max|.and|.or|.xor|.add)(.u32|.s32|.u64|.b32)",
+     "Parallel Synchronization and Communication Instructions: red.async", decode_store_async},
+    {"st(.bulk){.weak}{.shared::cta}", "Data Movement and Conversion Instructions: st.bulk",
+     decode_store_bulk},
 };
 
 }  // namespace

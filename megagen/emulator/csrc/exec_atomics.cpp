@@ -18,8 +18,10 @@ bool is_signed(Type t) { return t == Type::S32 || t == Type::S64; }
 
 uint64_t combine_float(AtomicOp op, Type t, uint64_t a, uint64_t b) {
   switch (t) {
-    case Type::F32: return bits_of(add(float_of(static_cast<uint32_t>(a)), float_of(static_cast<uint32_t>(b))));
-    case Type::F64: return bits_of(double_of(a) + double_of(b));
+    case Type::F32:
+      return bits_of(add(float_of(static_cast<uint32_t>(a)), float_of(static_cast<uint32_t>(b))));
+    case Type::F64:
+      return bits_of(double_of(a) + double_of(b));
     case Type::F16:
     case Type::BF16: {
       const Format f = t == Type::F16 ? Format::F16 : Format::BF16;
@@ -39,28 +41,42 @@ uint64_t combine_float(AtomicOp op, Type t, uint64_t a, uint64_t b) {
 uint64_t combine_values(uint8_t op, Type t, uint64_t old, uint64_t b) {
   const bool wide = bytes_of(t) == 8;
   switch (t) {
-    case Type::F16: case Type::F16x2: case Type::BF16: case Type::BF16x2: case Type::F32: case Type::F64:
+    case Type::F16:
+    case Type::F16x2:
+    case Type::BF16:
+    case Type::BF16x2:
+    case Type::F32:
+    case Type::F64:
       return combine_float(static_cast<AtomicOp>(op), t, old, b);
-    default: break;
+    default:
+      break;
   }
   switch (static_cast<AtomicOp>(op)) {
-    case Add: return wide ? old + b : static_cast<uint32_t>(old + b);
-    case Inc: return static_cast<uint32_t>(old) >= static_cast<uint32_t>(b) ? 0 : old + 1;
-    case Dec: return old == 0 || static_cast<uint32_t>(old) > static_cast<uint32_t>(b) ? b : old - 1;
-    case And: return old & b;
-    case Or: return old | b;
-    case Xor: return old ^ b;
+    case Add:
+      return wide ? old + b : static_cast<uint32_t>(old + b);
+    case Inc:
+      return static_cast<uint32_t>(old) >= static_cast<uint32_t>(b) ? 0 : old + 1;
+    case Dec:
+      return old == 0 || static_cast<uint32_t>(old) > static_cast<uint32_t>(b) ? b : old - 1;
+    case And:
+      return old & b;
+    case Or:
+      return old | b;
+    case Xor:
+      return old ^ b;
     case Min:
     case Max: {
       bool less;
       if (is_signed(t)) {
-        less = wide ? static_cast<int64_t>(old) < static_cast<int64_t>(b) : static_cast<int32_t>(old) < static_cast<int32_t>(b);
+        less = wide ? static_cast<int64_t>(old) < static_cast<int64_t>(b)
+                    : static_cast<int32_t>(old) < static_cast<int32_t>(b);
       } else {
         less = wide ? old < b : static_cast<uint32_t>(old) < static_cast<uint32_t>(b);
       }
       return less == (op == Max) ? b : old;
     }
-    default: return b;
+    default:
+      return b;
   }
 }
 
@@ -186,7 +202,9 @@ void decode(Decoder& d, Instr& i) {
 
 constexpr const char* kAtom = "Parallel Synchronization and Communication Instructions: atom";
 constexpr const char* kRed = "Parallel Synchronization and Communication Instructions: red";
-#define SEM "{.relaxed|.acquire|.release|.acq_rel}{.cta|.cluster|.gpu|.sys}{.global|.shared|.shared::cta|.shared::cluster}"
+#define SEM                                                                                               \
+  "{.relaxed|.acquire|.release|.acq_rel}{.cta|.cluster|.gpu|.sys}{.global|.shared|.shared::cta|.shared::" \
+  "cluster}"
 #define RED_SEM "{.relaxed|.release}{.cta|.cluster|.gpu|.sys}{.global|.shared|.shared::cta|.shared::cluster}"
 #define HINT "{.L2::cache_hint}"
 
@@ -199,15 +217,21 @@ const Form kForms[] = {
     {"atom" SEM "(.inc|.dec)" HINT "(.u32)", kAtom, decode},
     {"atom" SEM "(.min|.max)" HINT "(.u32|.s32|.u64|.s64)", kAtom, decode},
     {"atom" SEM "(.add)(.noftz)" HINT "(.f16|.f16x2|.bf16|.bf16x2)", kAtom, decode},
-    {"atom{.relaxed|.acquire|.release|.acq_rel}{.cta|.cluster|.gpu|.sys}{.global}(.add)" HINT "(.v2|.v4)(.f32)", kAtom, decode},
-    {"atom{.relaxed|.acquire|.release|.acq_rel}{.cta|.cluster|.gpu|.sys}{.global}(.add|.min|.max)(.noftz)" HINT "(.v2|.v4|.v8)(.f16|.bf16|.f16x2|.bf16x2)", kAtom, decode},
+    {"atom{.relaxed|.acquire|.release|.acq_rel}{.cta|.cluster|.gpu|.sys}{.global}(.add)" HINT
+     "(.v2|.v4)(.f32)",
+     kAtom, decode},
+    {"atom{.relaxed|.acquire|.release|.acq_rel}{.cta|.cluster|.gpu|.sys}{.global}(.add|.min|.max)(."
+     "noftz)" HINT "(.v2|.v4|.v8)(.f16|.bf16|.f16x2|.bf16x2)",
+     kAtom, decode},
     {"red" RED_SEM "(.and|.or|.xor)" HINT "(.b32|.b64)", kRed, decode},
     {"red" RED_SEM "(.add)" HINT "(.u32|.s32|.u64|.s64|.f32|.f64)", kRed, decode},
     {"red" RED_SEM "(.inc|.dec)" HINT "(.u32)", kRed, decode},
     {"red" RED_SEM "(.min|.max)" HINT "(.u32|.s32|.u64|.s64)", kRed, decode},
     {"red" RED_SEM "(.add)(.noftz)" HINT "(.f16|.f16x2|.bf16|.bf16x2)", kRed, decode},
     {"red{.relaxed|.release}{.cta|.cluster|.gpu|.sys}{.global}(.add)" HINT "(.v2|.v4)(.f32)", kRed, decode},
-    {"red{.relaxed|.release}{.cta|.cluster|.gpu|.sys}{.global}(.add|.min|.max)(.noftz)" HINT "(.v2|.v4|.v8)(.f16|.bf16|.f16x2|.bf16x2)", kRed, decode},
+    {"red{.relaxed|.release}{.cta|.cluster|.gpu|.sys}{.global}(.add|.min|.max)(.noftz)" HINT
+     "(.v2|.v4|.v8)(.f16|.bf16|.f16x2|.bf16x2)",
+     kRed, decode},
 };
 
 }  // namespace

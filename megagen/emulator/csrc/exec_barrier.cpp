@@ -1,5 +1,6 @@
 // Barriers of the CTA and of the cluster, and fences.
-// Source: PTX ISA, "Parallel Synchronization and Communication Instructions: bar, barrier, barrier.cluster, membar, fence".
+// Source: PTX ISA, "Parallel Synchronization and Communication Instructions: bar, barrier, barrier.cluster,
+// membar, fence".
 #include "access.hpp"
 #include "mbarrier.hpp"
 
@@ -10,8 +11,16 @@ namespace {
 enum BarrierMode : uint8_t { Sync, Arrive, RedPopc, RedAnd, RedOr };
 
 Exec other_exec(Machine& m, Warp& w, Fragment* f) {
-  return {m, w, f, *w.cta->grid->program, f->mask, {w.registers, const_cast<uint8_t*>(w.cta->grid->constants)},
-          w.undefined.data(), w.shadow, w.predicates.data(), w.predicate_undefined.data()};
+  return {m,
+          w,
+          f,
+          *w.cta->grid->program,
+          f->mask,
+          {w.registers, const_cast<uint8_t*>(w.cta->grid->constants)},
+          w.undefined.data(),
+          w.shadow,
+          w.predicates.data(),
+          w.predicate_undefined.data()};
 }
 
 uint32_t live_threads(const Cta& cta) {
@@ -97,18 +106,25 @@ void barrier(Exec& x, const Instr& i) {
   if (!all) {
     x.require_defined(i.op[2], "thread count of the barrier");
     expected = static_cast<uint32_t>(x.value(i.op[2], first));
-    if (expected == 0 || expected % kLanes) fail(ErrorKind::Emulator, format("barrier %u: the thread count %u isn't a positive multiple of 32", id, expected));
+    if (expected == 0 || expected % kLanes)
+      fail(ErrorKind::Emulator,
+           format("barrier %u: the thread count %u isn't a positive multiple of 32", id, expected));
   }
   if (b.arrived && b.expected != expected) {
-    fail(ErrorKind::Emulator, format("barrier %u: this warp expects %u threads, earlier ones %u (undefined behaviour)", id, expected, b.expected));
+    fail(ErrorKind::Emulator,
+         format("barrier %u: this warp expects %u threads, earlier ones %u (undefined behaviour)", id,
+                expected, b.expected));
   }
   b.expected = expected;
   b.all = all;
   b.arrived += x.mask == x.w.live ? kLanes : static_cast<uint32_t>(__builtin_popcount(x.mask));
-  if (b.arrived > b.expected) fail(ErrorKind::Emulator, format("barrier %u: %u threads arrived, %u were expected", id, b.arrived, b.expected));
+  if (b.arrived > b.expected)
+    fail(ErrorKind::Emulator,
+         format("barrier %u: %u threads arrived, %u were expected", id, b.arrived, b.expected));
   if (i.choice >= RedPopc) {
     const Mask p = x.predicate(i.op[3]) & x.mask;
-    if (x.undefined(i.op[3]) & x.mask) fail(ErrorKind::UninitializedUse, "the barrier's predicate is undefined");
+    if (x.undefined(i.op[3]) & x.mask)
+      fail(ErrorKind::UninitializedUse, "the barrier's predicate is undefined");
     b.reduced += static_cast<uint32_t>(__builtin_popcount(p));
     b.reduced_all &= p == x.mask;
     b.reduced_any |= p != 0;
@@ -122,7 +138,11 @@ void barrier(Exec& x, const Instr& i) {
 
 void decode_barrier(Decoder& d, Instr& i) {
   i.flags = d.ast->opcode == "bar" || d.has(".aligned");
-  i.choice = d.has(".arrive") ? Arrive : d.has(".popc") ? RedPopc : d.has(".and") ? RedAnd : d.has(".or") ? RedOr : Sync;
+  i.choice = d.has(".arrive") ? Arrive
+             : d.has(".popc") ? RedPopc
+             : d.has(".and")  ? RedAnd
+             : d.has(".or")   ? RedOr
+                              : Sync;
   size_t k = 0;
   if (i.choice == RedPopc) i.op[0] = d.destination(d.operand(k++), Type::U32);
   if (i.choice == RedAnd || i.choice == RedOr) i.op[0] = d.predicate(d.operand(k++));
@@ -143,7 +163,8 @@ void decode_barrier(Decoder& d, Instr& i) {
 void cluster_arrive(Exec& x, const Instr& i) {
   if ((i.flags & 1) && !x.converge(i)) return;
   Cluster& c = *x.cta().cluster;
-  if (x.w.cluster_arrived & x.mask) fail(ErrorKind::Emulator, "barrier.cluster.arrive twice without a wait between (undefined behaviour)");
+  if (x.w.cluster_arrived & x.mask)
+    fail(ErrorKind::Emulator, "barrier.cluster.arrive twice without a wait between (undefined behaviour)");
   for (Mask rest = x.mask; rest; rest &= rest - 1) x.w.cluster_phase[__builtin_ctz(rest)] = c.phase;
   x.w.cluster_arrived |= x.mask;
   c.arrived += static_cast<uint32_t>(__builtin_popcount(x.mask));
@@ -157,7 +178,8 @@ void cluster_arrive(Exec& x, const Instr& i) {
 void cluster_wait(Exec& x, const Instr& i) {
   if ((i.flags & 1) && !x.converge(i)) return;
   Cluster& c = *x.cta().cluster;
-  if ((x.w.cluster_arrived & x.mask) != x.mask) fail(ErrorKind::Emulator, "barrier.cluster.wait without an arrive (undefined behaviour)");
+  if ((x.w.cluster_arrived & x.mask) != x.mask)
+    fail(ErrorKind::Emulator, "barrier.cluster.wait without an arrive (undefined behaviour)");
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     if (x.w.cluster_phase[__builtin_ctz(rest)] == c.phase) {
       x.block(Wait::Cluster);
@@ -174,7 +196,10 @@ void decode_cluster(Decoder& d, Instr& i) {
 
 void fence(Exec& x, const Instr& i) { x.fence(i.scope); }
 void decode_fence(Decoder& d, Instr& i) {
-  i.scope = d.has(".cta") ? Scope::Cta : d.has(".cluster") ? Scope::Cluster : d.has(".gpu") || d.has(".gl") ? Scope::Gpu : Scope::Sys;
+  i.scope = d.has(".cta")                   ? Scope::Cta
+            : d.has(".cluster")             ? Scope::Cluster
+            : d.has(".gpu") || d.has(".gl") ? Scope::Gpu
+                                            : Scope::Sys;
   i.fn = fence;
 }
 
@@ -188,7 +213,8 @@ void decode_fence_mbarrier_init(Decoder&, Instr& i) { i.fn = fence_mbarrier_init
 
 void fence_proxy(Exec& x, const Instr& i) { x.proxy_fence(i.choice & 1, i.choice & 2); }
 void decode_fence_proxy(Decoder& d, Instr& i) {
-  const bool shared = d.has(".async.shared::cta") || d.has(".shared::cta") || d.has(".shared::cluster"), global = d.has(".global");
+  const bool shared = d.has(".async.shared::cta") || d.has(".shared::cta") || d.has(".shared::cluster"),
+             global = d.has(".global");
   i.choice = static_cast<uint8_t>(shared ? 1 : global ? 2 : 3);
   i.fn = fence_proxy;
 }

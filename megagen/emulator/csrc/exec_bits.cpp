@@ -1,6 +1,6 @@
 // Logic, shifts and bit fields.
-// Source: PTX ISA, "Logic and Shift Instructions", "Integer Arithmetic Instructions" (bit counting and bit fields),
-// "Data Movement and Conversion Instructions: prmt".
+// Source: PTX ISA, "Logic and Shift Instructions", "Integer Arithmetic Instructions" (bit counting and bit
+// fields), "Data Movement and Conversion Instructions: prmt".
 #include <algorithm>
 #include <type_traits>
 
@@ -9,13 +9,28 @@
 namespace megagen::emulator {
 namespace {
 
-template <class T> struct And { static T apply(T a, T b) { return a & b; } };
-template <class T> struct Or { static T apply(T a, T b) { return a | b; } };
-template <class T> struct Xor { static T apply(T a, T b) { return a ^ b; } };
-template <class T> struct Not { static T apply(T a) { return static_cast<T>(~a); } };
-template <class T> struct Cnot { static T apply(T a) { return a == 0; } };
+template <class T>
+struct And {
+  static T apply(T a, T b) { return a & b; }
+};
+template <class T>
+struct Or {
+  static T apply(T a, T b) { return a | b; }
+};
+template <class T>
+struct Xor {
+  static T apply(T a, T b) { return a ^ b; }
+};
+template <class T>
+struct Not {
+  static T apply(T a) { return static_cast<T>(~a); }
+};
+template <class T>
+struct Cnot {
+  static T apply(T a) { return a == 0; }
+};
 
-#define PICK_BITS(handler, F, type)                    \
+#define PICK_BITS(handler, F, type)                     \
   bytes_of(type) == 2   ? Handler(handler<F, uint16_t>) \
   : bytes_of(type) == 8 ? Handler(handler<F, uint64_t>) \
                         : Handler(handler<F, uint32_t>)
@@ -58,7 +73,9 @@ void decode_logic(Decoder& d, Instr& i) {
     return;
   }
   d.operands(i, t, {t, t});
-  i.fn = op == "and" ? PICK_BITS(binary_of, And, t) : op == "or" ? PICK_BITS(binary_of, Or, t) : PICK_BITS(binary_of, Xor, t);
+  i.fn = op == "and"  ? PICK_BITS(binary_of, And, t)
+         : op == "or" ? PICK_BITS(binary_of, Or, t)
+                      : PICK_BITS(binary_of, Xor, t);
   i.taint = op == "and" ? Taint::And : op == "or" ? Taint::Or : Taint::Xor;
 }
 
@@ -73,7 +90,8 @@ void lop3(Exec& x, const Instr& i) {
   });
 }
 void decode_lop3(Decoder& d, Instr& i) {
-  if (d.count() != 5 || d.operand(4).kind != AstOperand::Integer) d.unsupported("lop3 takes d, a, b, c and a constant table");
+  if (d.count() != 5 || d.operand(4).kind != AstOperand::Integer)
+    d.unsupported("lop3 takes d, a, b, c and a constant table");
   i.op[0] = d.destination(d.operand(0), Type::B32);
   for (size_t k = 1; k < 4; ++k) i.op[k] = d.source(d.operand(k), Type::B32);
   i.imm = d.operand(4).value & 0xFF;
@@ -83,7 +101,8 @@ void decode_lop3(Decoder& d, Instr& i) {
 
 template <class T>
 void shl(Exec& x, const Instr& i) {
-  binary<T, T, uint32_t>(x, i, [](T a, uint32_t n) { return n >= 8 * sizeof(T) ? T(0) : static_cast<T>(a << n); });
+  binary<T, T, uint32_t>(x, i,
+                         [](T a, uint32_t n) { return n >= 8 * sizeof(T) ? T(0) : static_cast<T>(a << n); });
 }
 template <class T>
 void shr(Exec& x, const Instr& i) {
@@ -102,8 +121,12 @@ void decode_shift(Decoder& d, Instr& i) {
     i.fn = bytes == 2 ? Handler(shl<uint16_t>) : bytes == 8 ? Handler(shl<uint64_t>) : Handler(shl<uint32_t>);
     i.taint = Taint::ShiftLeft;
   } else {
-    i.fn = is_signed ? (bytes == 2 ? Handler(shr<int16_t>) : bytes == 8 ? Handler(shr<int64_t>) : Handler(shr<int32_t>))
-                     : (bytes == 2 ? Handler(shr<uint16_t>) : bytes == 8 ? Handler(shr<uint64_t>) : Handler(shr<uint32_t>));
+    i.fn = is_signed ? (bytes == 2   ? Handler(shr<int16_t>)
+                        : bytes == 8 ? Handler(shr<int64_t>)
+                                     : Handler(shr<int32_t>))
+                     : (bytes == 2   ? Handler(shr<uint16_t>)
+                        : bytes == 8 ? Handler(shr<uint64_t>)
+                                     : Handler(shr<uint32_t>));
     i.taint = Taint::ShiftRight;
   }
 }
@@ -114,7 +137,8 @@ void shf(Exec& x, const Instr& i) {
   ternary<uint32_t, uint32_t, uint32_t, uint32_t>(x, i, [=](uint32_t a, uint32_t b, uint32_t c) {
     const uint32_t n = wrap ? c & 31 : c > 32 ? 32 : c;
     const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
-    return right ? static_cast<uint32_t>(n == 32 ? b : both >> n) : static_cast<uint32_t>(n == 32 ? a : (both << n) >> 32);
+    return right ? static_cast<uint32_t>(n == 32 ? b : both >> n)
+                 : static_cast<uint32_t>(n == 32 ? a : (both << n) >> 32);
   });
 }
 void decode_shf(Decoder& d, Instr& i) {
@@ -137,12 +161,24 @@ uint32_t permute(uint32_t a, uint32_t b, uint32_t c, int mode) {
         if (selector & 8) byte = byte & 0x80 ? 0xFF : 0;  // replicate the sign
         break;
       }
-      case 1: byte = at(s + k); break;                                     // .f4e
-      case 2: byte = at(s - k + 8); break;                                 // .b4e
-      case 3: byte = at(s); break;                                         // .rc8
-      case 4: byte = at(k < s ? s : k); break;                             // .ecl
-      case 5: byte = at(k > s ? s : k); break;                             // .ecr
-      default: byte = at((s & 1) * 2 + (k & 1)); break;                    // .rc16
+      case 1:
+        byte = at(s + k);
+        break;  // .f4e
+      case 2:
+        byte = at(s - k + 8);
+        break;  // .b4e
+      case 3:
+        byte = at(s);
+        break;  // .rc8
+      case 4:
+        byte = at(k < s ? s : k);
+        break;  // .ecl
+      case 5:
+        byte = at(k > s ? s : k);
+        break;  // .ecr
+      default:
+        byte = at((s & 1) * 2 + (k & 1));
+        break;  // .rc16
     }
     out |= byte << (8 * k);
   }
@@ -154,10 +190,12 @@ void prmt(Exec& x, const Instr& i) {
   uint32_t undefined[kLanes] = {};
   for (Mask rest = u; rest; rest &= rest - 1) {  // undefined bytes move along
     const int l = __builtin_ctz(rest);
-    undefined[l] = permute(static_cast<uint32_t>(x.undefined_bits(i.op[1], l)),
-                           static_cast<uint32_t>(x.undefined_bits(i.op[2], l)), x.view<uint32_t>(i.op[3])[l], mode);
+    undefined[l] =
+        permute(static_cast<uint32_t>(x.undefined_bits(i.op[1], l)),
+                static_cast<uint32_t>(x.undefined_bits(i.op[2], l)), x.view<uint32_t>(i.op[3])[l], mode);
   }
-  ternary<uint32_t, uint32_t, uint32_t, uint32_t>(x, i, [mode](uint32_t a, uint32_t b, uint32_t c) { return permute(a, b, c, mode); });
+  ternary<uint32_t, uint32_t, uint32_t, uint32_t>(
+      x, i, [mode](uint32_t a, uint32_t b, uint32_t c) { return permute(a, b, c, mode); });
   for (Mask rest = u; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     x.set_undefined_bits(i.op[0], l, undefined[l]);
@@ -179,7 +217,8 @@ void popc(Exec& x, const Instr& i) {
 template <class T>
 void clz(Exec& x, const Instr& i) {
   unary<uint32_t, T>(x, i, [](T a) {
-    return a == 0 ? static_cast<uint32_t>(8 * sizeof(T)) : static_cast<uint32_t>(__builtin_clzll(a)) - (64 - static_cast<uint32_t>(8 * sizeof(T)));
+    return a == 0 ? static_cast<uint32_t>(8 * sizeof(T))
+                  : static_cast<uint32_t>(__builtin_clzll(a)) - (64 - static_cast<uint32_t>(8 * sizeof(T)));
   });
 }
 void decode_count(Decoder& d, Instr& i) {
@@ -205,11 +244,14 @@ void decode_bfind(Decoder& d, Instr& i) {
   const Type t = d.last_type();
   i.choice = d.has(".shiftamt");
   d.operands(i, Type::U32, {t});
-  i.fn = t == Type::U32 ? Handler(bfind<uint32_t>) : t == Type::S32 ? Handler(bfind<int32_t>)
-       : t == Type::U64 ? Handler(bfind<uint64_t>) : Handler(bfind<int64_t>);
+  i.fn = t == Type::U32   ? Handler(bfind<uint32_t>)
+         : t == Type::S32 ? Handler(bfind<int32_t>)
+         : t == Type::U64 ? Handler(bfind<uint64_t>)
+                          : Handler(bfind<int64_t>);
 }
 
-/// The n-th set bit of mask from bit `base` on: upwards if n > 0, downwards if n < 0, bit `base` itself if n = 0.
+/// The n-th set bit of mask from bit `base` on: upwards if n > 0, downwards if n < 0, bit `base` itself if n
+/// = 0.
 uint32_t find_nth_set(uint32_t mask, uint32_t base, int32_t n) {
   if (base > 31) return 0xFFFFFFFFu;
   if (n == 0) return mask >> base & 1 ? base : 0xFFFFFFFFu;
@@ -260,8 +302,10 @@ void bfe(Exec& x, const Instr& i) {
 void decode_bfe(Decoder& d, Instr& i) {
   const Type t = d.last_type();
   d.operands(i, t, {t, Type::U32, Type::U32});
-  i.fn = t == Type::U32 ? Handler(bfe<uint32_t>) : t == Type::S32 ? Handler(bfe<int32_t>)
-       : t == Type::U64 ? Handler(bfe<uint64_t>) : Handler(bfe<int64_t>);
+  i.fn = t == Type::U32   ? Handler(bfe<uint32_t>)
+         : t == Type::S32 ? Handler(bfe<int32_t>)
+         : t == Type::U64 ? Handler(bfe<uint64_t>)
+                          : Handler(bfe<int64_t>);
 }
 
 template <class T>
@@ -331,7 +375,8 @@ const Form kForms[] = {
     {"shl(.b16|.b32|.b64)", kLogic, decode_shift},
     {"shr(.b16|.b32|.b64|.u16|.u32|.u64|.s16|.s32|.s64)", kLogic, decode_shift},
     {"shf(.l|.r)(.clamp|.wrap)(.b32)", kLogic, decode_shf},
-    {"prmt(.b32){.f4e|.b4e|.rc8|.ecl|.ecr|.rc16}", "Data Movement and Conversion Instructions: prmt", decode_prmt},
+    {"prmt(.b32){.f4e|.b4e|.rc8|.ecl|.ecr|.rc16}", "Data Movement and Conversion Instructions: prmt",
+     decode_prmt},
     {"popc(.b32|.b64)", kBits, decode_count},
     {"clz(.b32|.b64)", kBits, decode_count},
     {"bfind{.shiftamt}(.u32|.u64|.s32|.s64)", kBits, decode_bfind},

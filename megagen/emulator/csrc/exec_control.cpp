@@ -1,6 +1,6 @@
 // Control flow, special registers, time, register budgets, printf.
-// Source: PTX ISA, "Control Flow Instructions", "Special Registers", "Miscellaneous Instructions", "nanosleep",
-// "Parallel Synchronization and Communication Instructions: griddepcontrol".
+// Source: PTX ISA, "Control Flow Instructions", "Special Registers", "Miscellaneous Instructions",
+// "nanosleep", "Parallel Synchronization and Communication Instructions: griddepcontrol".
 #include "alu.hpp"
 #include "special.hpp"
 
@@ -23,7 +23,8 @@ void brx(Exec& x, const Instr& i) {
     const int l = __builtin_ctz(rest);
     if (index[l] == first) same |= 1u << l;
   }
-  if (first >= targets.size()) fail(ErrorKind::MemoryFault, format("branch index %u of %zu targets", first, targets.size()));
+  if (first >= targets.size())
+    fail(ErrorKind::MemoryFault, format("branch index %u of %zu targets", first, targets.size()));
   if (same != x.mask) {  // the other lanes execute the instruction again
     x.split_inactive();
     auto rest = std::make_unique<Fragment>();
@@ -48,7 +49,8 @@ void copy_arguments(Exec& x, const std::vector<CallArgument>& list) {
     const auto lane = static_cast<size_t>(__builtin_ctz(rest));
     for (const CallArgument& a : list) {
       memcpy(&x.w.local[lane * stride + a.to], &x.w.local[lane * stride + a.from], a.bytes);
-      memcpy(&x.w.local_undefined[lane * stride + a.to], &x.w.local_undefined[lane * stride + a.from], a.bytes);
+      memcpy(&x.w.local_undefined[lane * stride + a.to], &x.w.local_undefined[lane * stride + a.from],
+             a.bytes);
     }
   }
 }
@@ -60,12 +62,14 @@ void call(Exec& x, const Instr& i) {
   x.f->pc = x.program.functions[static_cast<size_t>(i.target)].start;
 }
 
-// --- printf ------------------------------------------------------------------------------------------------------------
+// --- printf
+// ------------------------------------------------------------------------------------------------------------
 
 uint64_t local_value(const Exec& x, int lane, uint64_t address, uint32_t bytes) {
   if (address >= kLocalWindow) address -= kLocalWindow;
   const size_t stride = x.program.local_bytes;
-  if (address + bytes > stride) fail(ErrorKind::MemoryFault, "vprintf's argument buffer isn't in local memory");
+  if (address + bytes > stride)
+    fail(ErrorKind::MemoryFault, "vprintf's argument buffer isn't in local memory");
   uint64_t v = 0;
   memcpy(&v, &x.w.local[static_cast<size_t>(lane) * stride + address], bytes);
   return v;
@@ -92,8 +96,10 @@ std::string formatted(const Exec& x, int lane, const std::string& pattern, uint6
     std::string spec = "%";
     bool wide = false;
     for (++k; k < pattern.size() && !strchr("diouxXeEfFgGaAcsp%", pattern[k]); ++k) {
-      if (pattern[k] == 'l' || pattern[k] == 'j' || pattern[k] == 'z' || pattern[k] == 't') wide = true;
-      else if (pattern[k] != 'h') spec += pattern[k];
+      if (pattern[k] == 'l' || pattern[k] == 'j' || pattern[k] == 'z' || pattern[k] == 't')
+        wide = true;
+      else if (pattern[k] != 'h')
+        spec += pattern[k];
     }
     const char c = k < pattern.size() ? pattern[k] : '%';
     if (c == '%') {
@@ -116,7 +122,8 @@ std::string formatted(const Exec& x, int lane, const std::string& pattern, uint6
     } else if (c == 'c') {
       out += static_cast<char>(v);
     } else if (c == 'd' || c == 'i') {
-      out += format((spec + "ll" + c).c_str(), static_cast<long long>(wide ? static_cast<int64_t>(v) : static_cast<int32_t>(v)));
+      out += format((spec + "ll" + c).c_str(),
+                    static_cast<long long>(wide ? static_cast<int64_t>(v) : static_cast<int32_t>(v)));
     } else {
       out += format((spec + "ll" + c).c_str(), static_cast<unsigned long long>(v));
     }
@@ -128,7 +135,8 @@ void vprintf_call(Exec& x, const Instr& i) {
   const CallSite& site = x.program.calls[static_cast<size_t>(i.imm)];
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
-    const uint64_t pattern = local_value(x, l, site.in[0].from, 8), arguments = local_value(x, l, site.in[1].from, 8);
+    const uint64_t pattern = local_value(x, l, site.in[0].from, 8),
+                   arguments = local_value(x, l, site.in[1].from, 8);
     x.m.output.push_back(formatted(x, l, global_string(x, l, pattern), arguments));
     if (!site.out.empty()) {
       const uint32_t zero = 0;
@@ -194,71 +202,127 @@ void decode_trap(Decoder&, Instr& i) { i.fn = trap; }
 void nothing(Exec&, const Instr&) {}
 void decode_nothing(Decoder&, Instr& i) { i.fn = nothing; }
 
-// --- Special registers ---------------------------------------------------------------------------------------------------
+// --- Special registers
+// ---------------------------------------------------------------------------------------------------
 
 uint64_t special_value(const Exec& x, const Instr& i, int lane) {
   const Cta& c = *x.w.cta;
   const Grid& g = *c.grid;
   const uint32_t thread = static_cast<uint32_t>(x.w.index * kLanes + lane);
   const uint32_t lane_bit = 1u << lane;
-  const auto own_shared = [&](int64_t offset) { return (static_cast<uint64_t>(c.cluster_rank) << kCtaShift) + static_cast<uint64_t>(offset); };
+  const auto own_shared = [&](int64_t offset) {
+    return (static_cast<uint64_t>(c.cluster_rank) << kCtaShift) + static_cast<uint64_t>(offset);
+  };
   const auto in_cluster = [&](int d) { return c.id[d] % g.cluster[d]; };
   const auto which = static_cast<Special>(i.choice);
   switch (which) {
-    case Special::TidX: return thread % g.block[0];
-    case Special::TidY: return thread / g.block[0] % g.block[1];
-    case Special::TidZ: return thread / g.block[0] / g.block[1];
-    case Special::NtidX: return g.block[0];
-    case Special::NtidY: return g.block[1];
-    case Special::NtidZ: return g.block[2];
-    case Special::CtaidX: return c.id[0];
-    case Special::CtaidY: return c.id[1];
-    case Special::CtaidZ: return c.id[2];
-    case Special::NctaidX: return g.dims[0];
-    case Special::NctaidY: return g.dims[1];
-    case Special::NctaidZ: return g.dims[2];
-    case Special::LaneId: return static_cast<uint64_t>(lane);
-    case Special::WarpId: return static_cast<uint64_t>(x.w.index);
-    case Special::NwarpId: return x.m.options.arch.threads_per_sm / kLanes;
-    case Special::SmId: return static_cast<uint64_t>(c.sm);
-    case Special::NsmId: return static_cast<uint64_t>(x.m.options.sms);
-    case Special::GridId: return g.id;
-    case Special::ClusteridX: return c.cluster->id[0];
-    case Special::ClusteridY: return c.cluster->id[1];
-    case Special::ClusteridZ: return c.cluster->id[2];
-    case Special::NclusteridX: return g.dims[0] / g.cluster[0];
-    case Special::NclusteridY: return g.dims[1] / g.cluster[1];
-    case Special::NclusteridZ: return g.dims[2] / g.cluster[2];
-    case Special::ClusterCtaidX: return in_cluster(0);
-    case Special::ClusterCtaidY: return in_cluster(1);
-    case Special::ClusterCtaidZ: return in_cluster(2);
-    case Special::ClusterNctaidX: return g.cluster[0];
-    case Special::ClusterNctaidY: return g.cluster[1];
-    case Special::ClusterNctaidZ: return g.cluster[2];
-    case Special::ClusterCtarank: return c.cluster_rank;
-    case Special::ClusterNctarank: return c.cluster->dims[0] * c.cluster->dims[1] * c.cluster->dims[2];
-    case Special::IsExplicitCluster: return g.explicit_cluster;
-    case Special::LanemaskEq: return lane_bit;
-    case Special::LanemaskLe: return lane_bit | (lane_bit - 1);
-    case Special::LanemaskLt: return lane_bit - 1;
-    case Special::LanemaskGe: return ~(lane_bit - 1);
-    case Special::LanemaskGt: return ~(lane_bit | (lane_bit - 1));
-    case Special::Clock: return static_cast<uint32_t>(x.m.time_ns);
-    case Special::ClockHi: return x.m.time_ns >> 32;
-    case Special::Clock64: return x.m.time_ns;
-    case Special::GlobalTimer: return x.m.time_ns;
-    case Special::GlobalTimerLo: return static_cast<uint32_t>(x.m.time_ns);
-    case Special::GlobalTimerHi: return x.m.time_ns >> 32;
+    case Special::TidX:
+      return thread % g.block[0];
+    case Special::TidY:
+      return thread / g.block[0] % g.block[1];
+    case Special::TidZ:
+      return thread / g.block[0] / g.block[1];
+    case Special::NtidX:
+      return g.block[0];
+    case Special::NtidY:
+      return g.block[1];
+    case Special::NtidZ:
+      return g.block[2];
+    case Special::CtaidX:
+      return c.id[0];
+    case Special::CtaidY:
+      return c.id[1];
+    case Special::CtaidZ:
+      return c.id[2];
+    case Special::NctaidX:
+      return g.dims[0];
+    case Special::NctaidY:
+      return g.dims[1];
+    case Special::NctaidZ:
+      return g.dims[2];
+    case Special::LaneId:
+      return static_cast<uint64_t>(lane);
+    case Special::WarpId:
+      return static_cast<uint64_t>(x.w.index);
+    case Special::NwarpId:
+      return x.m.options.arch.threads_per_sm / kLanes;
+    case Special::SmId:
+      return static_cast<uint64_t>(c.sm);
+    case Special::NsmId:
+      return static_cast<uint64_t>(x.m.options.sms);
+    case Special::GridId:
+      return g.id;
+    case Special::ClusteridX:
+      return c.cluster->id[0];
+    case Special::ClusteridY:
+      return c.cluster->id[1];
+    case Special::ClusteridZ:
+      return c.cluster->id[2];
+    case Special::NclusteridX:
+      return g.dims[0] / g.cluster[0];
+    case Special::NclusteridY:
+      return g.dims[1] / g.cluster[1];
+    case Special::NclusteridZ:
+      return g.dims[2] / g.cluster[2];
+    case Special::ClusterCtaidX:
+      return in_cluster(0);
+    case Special::ClusterCtaidY:
+      return in_cluster(1);
+    case Special::ClusterCtaidZ:
+      return in_cluster(2);
+    case Special::ClusterNctaidX:
+      return g.cluster[0];
+    case Special::ClusterNctaidY:
+      return g.cluster[1];
+    case Special::ClusterNctaidZ:
+      return g.cluster[2];
+    case Special::ClusterCtarank:
+      return c.cluster_rank;
+    case Special::ClusterNctarank:
+      return c.cluster->dims[0] * c.cluster->dims[1] * c.cluster->dims[2];
+    case Special::IsExplicitCluster:
+      return g.explicit_cluster;
+    case Special::LanemaskEq:
+      return lane_bit;
+    case Special::LanemaskLe:
+      return lane_bit | (lane_bit - 1);
+    case Special::LanemaskLt:
+      return lane_bit - 1;
+    case Special::LanemaskGe:
+      return ~(lane_bit - 1);
+    case Special::LanemaskGt:
+      return ~(lane_bit | (lane_bit - 1));
+    case Special::Clock:
+      return static_cast<uint32_t>(x.m.time_ns);
+    case Special::ClockHi:
+      return x.m.time_ns >> 32;
+    case Special::Clock64:
+      return x.m.time_ns;
+    case Special::GlobalTimer:
+      return x.m.time_ns;
+    case Special::GlobalTimerLo:
+      return static_cast<uint32_t>(x.m.time_ns);
+    case Special::GlobalTimerHi:
+      return x.m.time_ns >> 32;
     case Special::TotalSmemSize:
-    case Special::AggrSmemSize: return c.shared->size - kSharedReserved;
-    case Special::DynamicSmemSize: return g.dynamic_shared;
-    case Special::ReservedSmemBegin: return 0;
-    case Special::ReservedSmemEnd: return kSharedReserved;
-    case Special::SharedSymbol: return own_shared(i.imm);
-    case Special::DynamicSymbol: return own_shared(i.imm + g.dynamic_base);
-    case Special::LocalSymbol: return static_cast<uint64_t>(i.imm);
-    case Special::ParamSymbol: return g.param_region->base + static_cast<uint64_t>(i.imm);
-    default: return 0;
+    case Special::AggrSmemSize:
+      return c.shared->size - kSharedReserved;
+    case Special::DynamicSmemSize:
+      return g.dynamic_shared;
+    case Special::ReservedSmemBegin:
+      return 0;
+    case Special::ReservedSmemEnd:
+      return kSharedReserved;
+    case Special::SharedSymbol:
+      return own_shared(i.imm);
+    case Special::DynamicSymbol:
+      return own_shared(i.imm + g.dynamic_base);
+    case Special::LocalSymbol:
+      return static_cast<uint64_t>(i.imm);
+    case Special::ParamSymbol:
+      return g.param_region->base + static_cast<uint64_t>(i.imm);
+    default:
+      return 0;
   }
 }
 
@@ -272,7 +336,8 @@ void special(Exec& x, const Instr& i) {
   x.define(i.op[0]);
 }
 
-// --- Time, registers, dependent grids ------------------------------------------------------------------------------------
+// --- Time, registers, dependent grids
+// ------------------------------------------------------------------------------------
 
 void nanosleep(Exec& x, const Instr& i) {
   x.require_defined(i.op[1], "sleep time");
@@ -293,7 +358,10 @@ void setmaxnreg(Exec& x, const Instr& i) {
   const bool inc = i.choice;
   Cta& cta = x.cta();
   if (inc) {
-    if (wanted < x.w.register_count) fail(ErrorKind::Emulator, format("setmaxnreg.inc to %u, but the warp has %u registers per thread (undefined behaviour)", wanted, x.w.register_count));
+    if (wanted < x.w.register_count)
+      fail(ErrorKind::Emulator,
+           format("setmaxnreg.inc to %u, but the warp has %u registers per thread (undefined behaviour)",
+                  wanted, x.w.register_count));
     const uint32_t more = wanted - x.w.register_count;
     if (more > cta.free_registers) {
       x.block(Wait::Registers, wanted);
@@ -301,7 +369,10 @@ void setmaxnreg(Exec& x, const Instr& i) {
     }
     cta.free_registers -= more;
   } else {
-    if (wanted > x.w.register_count) fail(ErrorKind::Emulator, format("setmaxnreg.dec to %u, but the warp has %u registers per thread (undefined behaviour)", wanted, x.w.register_count));
+    if (wanted > x.w.register_count)
+      fail(ErrorKind::Emulator,
+           format("setmaxnreg.dec to %u, but the warp has %u registers per thread (undefined behaviour)",
+                  wanted, x.w.register_count));
     cta.free_registers += x.w.register_count - wanted;
     for (const auto& w : cta.warps) {
       for (const auto& f : w->fragments) {
@@ -315,7 +386,8 @@ void setmaxnreg(Exec& x, const Instr& i) {
 void decode_setmaxnreg(Decoder& d, Instr& i) {
   if (d.operand(0).kind != AstOperand::Integer) d.unsupported("the register count must be a constant");
   i.imm = d.operand(0).value;
-  if (i.imm < 24 || i.imm > 256 || i.imm % 8) d.unsupported("the register count must be a multiple of 8 from 24 to 256");
+  if (i.imm < 24 || i.imm > 256 || i.imm % 8)
+    d.unsupported("the register count must be a multiple of 8 from 24 to 256");
   i.choice = d.has(".inc");
   i.fn = setmaxnreg;
 }
@@ -358,8 +430,10 @@ const Form kForms[] = {
     {"brkpt", kMisc, decode_trap},
     {"pmevent{.mask}", kMisc, decode_nothing},
     {"nanosleep(.u32)", kMisc, decode_nanosleep},
-    {"setmaxnreg(.inc|.dec)(.sync)(.aligned)(.u32)", "Miscellaneous Instructions: setmaxnreg", decode_setmaxnreg},
-    {"griddepcontrol(.launch_dependents|.wait)", "Parallel Synchronization and Communication Instructions: griddepcontrol", decode_griddep},
+    {"setmaxnreg(.inc|.dec)(.sync)(.aligned)(.u32)", "Miscellaneous Instructions: setmaxnreg",
+     decode_setmaxnreg},
+    {"griddepcontrol(.launch_dependents|.wait)",
+     "Parallel Synchronization and Communication Instructions: griddepcontrol", decode_griddep},
 };
 
 }  // namespace

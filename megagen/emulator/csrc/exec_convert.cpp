@@ -1,5 +1,5 @@
-// Conversions and moves between registers. Source: PTX ISA, "Data Movement and Conversion Instructions: cvt, cvt.pack,
-// mov, cvta, isspacep".
+// Conversions and moves between registers. Source: PTX ISA, "Data Movement and Conversion Instructions: cvt,
+// cvt.pack, mov, cvta, isspacep".
 #include <cmath>
 #include <limits>
 
@@ -24,17 +24,30 @@ bool is_signed(Type t) { return t == Type::S8 || t == Type::S16 || t == Type::S3
 
 Format format_of(Type t) {
   switch (t) {
-    case Type::F16: case Type::F16x2: return Format::F16;
-    case Type::BF16: case Type::BF16x2: return Format::BF16;
-    case Type::F32: return Format::F32;
-    case Type::TF32: return Format::TF32;
-    case Type::E4M3x2: return Format::E4M3;
-    case Type::E5M2x2: return Format::E5M2;
-    case Type::E2M1x2: return Format::E2M1;
-    case Type::E2M3x2: return Format::E2M3;
-    case Type::E3M2x2: return Format::E3M2;
-    case Type::UE8M0x2: return Format::UE8M0;
-    default: return Format::F64;
+    case Type::F16:
+    case Type::F16x2:
+      return Format::F16;
+    case Type::BF16:
+    case Type::BF16x2:
+      return Format::BF16;
+    case Type::F32:
+      return Format::F32;
+    case Type::TF32:
+      return Format::TF32;
+    case Type::E4M3x2:
+      return Format::E4M3;
+    case Type::E5M2x2:
+      return Format::E5M2;
+    case Type::E2M1x2:
+      return Format::E2M1;
+    case Type::E2M3x2:
+      return Format::E2M3;
+    case Type::E3M2x2:
+      return Format::E3M2;
+    case Type::UE8M0x2:
+      return Format::UE8M0;
+    default:
+      return Format::F64;
   }
 }
 
@@ -47,7 +60,8 @@ Rounding rounding_from(const Decoder& d, Rounding otherwise) {
   return otherwise;
 }
 
-// --- Integers --------------------------------------------------------------------------------------------------------------
+// --- Integers
+// --------------------------------------------------------------------------------------------------------------
 
 /// A destination register wider than D holds the value extended by D's signedness.
 template <class S, class D>
@@ -95,36 +109,60 @@ void integer_to_integer(Exec& x, const Instr& i) {
 template <class S>
 Handler integer_from(Type to) {
   switch (to) {
-    case Type::U8: case Type::B8: return integer_to_integer<S, uint8_t>;
-    case Type::S8: return integer_to_integer<S, int8_t>;
-    case Type::U16: case Type::B16: return integer_to_integer<S, uint16_t>;
-    case Type::S16: return integer_to_integer<S, int16_t>;
-    case Type::U32: case Type::B32: return integer_to_integer<S, uint32_t>;
-    case Type::S32: return integer_to_integer<S, int32_t>;
-    case Type::U64: case Type::B64: return integer_to_integer<S, uint64_t>;
-    default: return integer_to_integer<S, int64_t>;
+    case Type::U8:
+    case Type::B8:
+      return integer_to_integer<S, uint8_t>;
+    case Type::S8:
+      return integer_to_integer<S, int8_t>;
+    case Type::U16:
+    case Type::B16:
+      return integer_to_integer<S, uint16_t>;
+    case Type::S16:
+      return integer_to_integer<S, int16_t>;
+    case Type::U32:
+    case Type::B32:
+      return integer_to_integer<S, uint32_t>;
+    case Type::S32:
+      return integer_to_integer<S, int32_t>;
+    case Type::U64:
+    case Type::B64:
+      return integer_to_integer<S, uint64_t>;
+    default:
+      return integer_to_integer<S, int64_t>;
   }
 }
 Handler integer_handler(Type to, Type from) {
   switch (from) {
-    case Type::U8: return integer_from<uint8_t>(to);
-    case Type::S8: return integer_from<int8_t>(to);
-    case Type::U16: return integer_from<uint16_t>(to);
-    case Type::S16: return integer_from<int16_t>(to);
-    case Type::U32: return integer_from<uint32_t>(to);
-    case Type::S32: return integer_from<int32_t>(to);
-    case Type::U64: return integer_from<uint64_t>(to);
-    default: return integer_from<int64_t>(to);
+    case Type::U8:
+      return integer_from<uint8_t>(to);
+    case Type::S8:
+      return integer_from<int8_t>(to);
+    case Type::U16:
+      return integer_from<uint16_t>(to);
+    case Type::S16:
+      return integer_from<int16_t>(to);
+    case Type::U32:
+      return integer_from<uint32_t>(to);
+    case Type::S32:
+      return integer_from<int32_t>(to);
+    case Type::U64:
+      return integer_from<uint64_t>(to);
+    default:
+      return integer_from<int64_t>(to);
   }
 }
 
-// --- Floats ----------------------------------------------------------------------------------------------------------------
+// --- Floats
+// ----------------------------------------------------------------------------------------------------------------
 
 double load_float(const Exec& x, const Ref& r, int l, Type t) {
   switch (t) {
-    case Type::F64: return x.view<double>(r)[l];
-    case Type::F32: return x.view<float>(r)[l];
-    default: return decode(x.view<uint16_t>(r)[l], format_of(t));
+    case Type::F64:
+      return x.view<double>(r)[l];
+    case Type::F32:
+      return x.view<float>(r)[l];
+    default:
+      return decode(x.view<uint16_t>(r)[l], format_of(t));
   }
 }
 
@@ -139,17 +177,23 @@ void store_float(const Exec& x, const Ref& r, int l, Type t, uint64_t bits) {
 uint64_t encode_float(double v, Type t, const Instr& i) {
   if (t == Type::F64) return bits_of(std::isnan(v) ? double_of(uint64_t{0x7FFFFFFFFFFFFFFF}) : v);
   if (i.flags & kSat) v = v > 0 ? std::fmin(v, 1.0) : 0.0;
-  uint64_t bits = encode(v, format_of(t), {static_cast<Rounding>(i.flags & 7), (i.flags & kSatfinite) != 0, (i.flags & kRelu) != 0});
+  uint64_t bits =
+      encode(v, format_of(t),
+             {static_cast<Rounding>(i.flags & 7), (i.flags & kSatfinite) != 0, (i.flags & kRelu) != 0});
   if ((i.flags & kFtz) && t == Type::F32) bits = bits_of(flush(float_of(static_cast<uint32_t>(bits))));
   return bits;
 }
 
 double round_to_integer(double v, Rounding r) {
   switch (r) {
-    case Rounding::TowardZero: return std::trunc(v);
-    case Rounding::Down: return std::floor(v);
-    case Rounding::Up: return std::ceil(v);
-    default: return std::nearbyint(v);
+    case Rounding::TowardZero:
+      return std::trunc(v);
+    case Rounding::Down:
+      return std::floor(v);
+    case Rounding::Up:
+      return std::ceil(v);
+    default:
+      return std::nearbyint(v);
   }
 }
 
@@ -176,7 +220,9 @@ void float_to_integer(Exec& x, const Instr& i) {
     uint64_t out = 0;
     if (!std::isnan(v)) {
       v = round_to_integer(v, static_cast<Rounding>(i.flags & 7));
-      const uint64_t highest = negative_ok ? (uint64_t{1} << (bits - 1)) - 1 : bits == 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1;
+      const uint64_t highest = negative_ok  ? (uint64_t{1} << (bits - 1)) - 1
+                               : bits == 64 ? ~uint64_t{0}
+                                            : (uint64_t{1} << bits) - 1;
       if (v >= top) {
         out = highest;
       } else if (v <= bottom) {
@@ -196,7 +242,10 @@ void float_to_integer(Exec& x, const Instr& i) {
 
 void s32_from_f32(Exec& x, const Instr& i) {  // cvt.rzi.s32.f32
   unary<int32_t, float>(x, i, [](float a) {
-    return std::isnan(a) ? 0 : a >= 2147483648.0f ? INT32_MAX : a <= -2147483648.0f ? INT32_MIN : static_cast<int32_t>(a);
+    return std::isnan(a)         ? 0
+           : a >= 2147483648.0f  ? INT32_MAX
+           : a <= -2147483648.0f ? INT32_MIN
+                                 : static_cast<int32_t>(a);
   });
 }
 
@@ -231,16 +280,27 @@ void integer_to_float(Exec& x, const Instr& i) {
     const bool negative = is_signed(i.type2) && (v >> (bits - 1) & 1);
     if (negative) v = -(bits < 64 ? v | ~uint64_t{0} << bits : v);
     const Rounding r = static_cast<Rounding>(i.flags & 7);
-    store_float(x, i.op[0], l, i.type, i.type == Type::F64 ? bits_of(integer_to_double(negative, v, r))
-                                                          : encode_float(odd_double(negative, v), i.type, i));
+    store_float(x, i.op[0], l, i.type,
+                i.type == Type::F64 ? bits_of(integer_to_double(negative, v, r))
+                                    : encode_float(odd_double(negative, v), i.type, i));
   }
   x.finish(i, 1);
 }
-void f32_from_s32(Exec& x, const Instr& i) { unary<float, int32_t>(x, i, [](int32_t a) { return static_cast<float>(a); }); }
-void f32_from_u32(Exec& x, const Instr& i) { unary<float, uint32_t>(x, i, [](uint32_t a) { return static_cast<float>(a); }); }
-void f32_from_f16(Exec& x, const Instr& i) { unary<float, uint16_t>(x, i, [](uint16_t a) { return static_cast<float>(decode(a, Format::F16)); }); }
-void f32_from_bf16(Exec& x, const Instr& i) { unary<float, uint16_t>(x, i, [](uint16_t a) { return canonical(from_bf16(a)); }); }
-void bf16_from_f32(Exec& x, const Instr& i) { unary<uint16_t, float>(x, i, [](float a) { return to_bf16(a); }); }
+void f32_from_s32(Exec& x, const Instr& i) {
+  unary<float, int32_t>(x, i, [](int32_t a) { return static_cast<float>(a); });
+}
+void f32_from_u32(Exec& x, const Instr& i) {
+  unary<float, uint32_t>(x, i, [](uint32_t a) { return static_cast<float>(a); });
+}
+void f32_from_f16(Exec& x, const Instr& i) {
+  unary<float, uint16_t>(x, i, [](uint16_t a) { return static_cast<float>(decode(a, Format::F16)); });
+}
+void f32_from_bf16(Exec& x, const Instr& i) {
+  unary<float, uint16_t>(x, i, [](uint16_t a) { return canonical(from_bf16(a)); });
+}
+void bf16_from_f32(Exec& x, const Instr& i) {
+  unary<uint16_t, float>(x, i, [](float a) { return to_bf16(a); });
+}
 
 void decode_cvt(Decoder& d, Instr& i) {
   const size_t n = d.matched.size();
@@ -248,18 +308,22 @@ void decode_cvt(Decoder& d, Instr& i) {
   i.type = to;
   i.type2 = from;
   const bool integral = d.has(".rni") || d.has(".rzi") || d.has(".rmi") || d.has(".rpi");
-  i.flags = static_cast<uint16_t>(static_cast<uint16_t>(rounding_from(d, Rounding::NearestEven)) | (d.has(".ftz") ? kFtz : 0) |
-                                  (d.has(".sat") ? kSat : 0) | (d.has(".relu") ? kRelu : 0) | (d.has(".satfinite") ? kSatfinite : 0));
+  i.flags = static_cast<uint16_t>(static_cast<uint16_t>(rounding_from(d, Rounding::NearestEven)) |
+                                  (d.has(".ftz") ? kFtz : 0) | (d.has(".sat") ? kSat : 0) |
+                                  (d.has(".relu") ? kRelu : 0) | (d.has(".satfinite") ? kSatfinite : 0));
   i.choice = integral;
   d.operands(i, to, {from});
   if (!is_float(to) && !is_float(from)) {
     i.fn = integer_handler(to, from);
   } else if (!is_float(to)) {
     if (!integral) d.unsupported("a conversion to an integer needs .rni, .rzi, .rmi or .rpi");
-    i.fn = to == Type::S32 && from == Type::F32 && d.has(".rzi") && !(i.flags & kFtz) ? s32_from_f32 : float_to_integer;
+    i.fn = to == Type::S32 && from == Type::F32 && d.has(".rzi") && !(i.flags & kFtz) ? s32_from_f32
+                                                                                      : float_to_integer;
   } else if (!is_float(from)) {
     const bool plain = i.flags == 0 && to == Type::F32;
-    i.fn = plain && from == Type::S32 ? f32_from_s32 : plain && from == Type::U32 ? f32_from_u32 : integer_to_float;
+    i.fn = plain && from == Type::S32   ? f32_from_s32
+           : plain && from == Type::U32 ? f32_from_u32
+                                        : integer_to_float;
   } else {
     i.fn = float_to_float;
     if (i.flags == 0 && !integral) {
@@ -270,12 +334,14 @@ void decode_cvt(Decoder& d, Instr& i) {
   }
 }
 
-// --- Packed narrow formats ---------------------------------------------------------------------------------------------------
+// --- Packed narrow formats
+// ---------------------------------------------------------------------------------------------------
 
 /// d = {a, b}: a into the upper half.
 void pack_from_f32(Exec& x, const Instr& i) {
   const Format f = format_of(i.type);
-  const Conversion how{static_cast<Rounding>(i.flags & 7), (i.flags & kSatfinite) != 0, (i.flags & kRelu) != 0};
+  const Conversion how{static_cast<Rounding>(i.flags & 7), (i.flags & kSatfinite) != 0,
+                       (i.flags & kRelu) != 0};
   const auto a = x.view<float>(i.op[1]);
   const auto b = x.view<float>(i.op[2]);
   const bool plain_bf16 = f == Format::BF16 && i.flags == 0;
@@ -285,7 +351,8 @@ void pack_from_f32(Exec& x, const Instr& i) {
                                                 : encode_x2(a[l], b[l], f, how));
   }
   // Each half is undefined on its own.
-  const Mask u = (x.undefined(i.op[1]) | x.undefined(i.op[2])) & x.mask, ua = x.undefined(i.op[1]), ub = x.undefined(i.op[2]);
+  const Mask u = (x.undefined(i.op[1]) | x.undefined(i.op[2])) & x.mask, ua = x.undefined(i.op[1]),
+             ub = x.undefined(i.op[2]);
   x.define(i.op[0]);
   const int width = packed_width(f);
   for (Mask rest = u; rest; rest &= rest - 1) {
@@ -296,7 +363,8 @@ void pack_from_f32(Exec& x, const Instr& i) {
 }
 void pack_from_pair(Exec& x, const Instr& i) {
   const Format to = format_of(i.type), from = format_of(i.type2);
-  const Conversion how{static_cast<Rounding>(i.flags & 7), (i.flags & kSatfinite) != 0, (i.flags & kRelu) != 0};
+  const Conversion how{static_cast<Rounding>(i.flags & 7), (i.flags & kSatfinite) != 0,
+                       (i.flags & kRelu) != 0};
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     x.view<uint32_t>(i.op[0]).set(l, convert_x2(x.view<uint32_t>(i.op[1])[l], from, to, how));
@@ -307,8 +375,8 @@ void decode_packed(Decoder& d, Instr& i) {
   const size_t n = d.matched.size();
   i.type = d.slot_type(n - 2);
   i.type2 = d.slot_type(n - 1);
-  i.flags = static_cast<uint16_t>(static_cast<uint16_t>(rounding_from(d, Rounding::NearestEven)) | (d.has(".relu") ? kRelu : 0) |
-                                  (d.has(".satfinite") ? kSatfinite : 0));
+  i.flags = static_cast<uint16_t>(static_cast<uint16_t>(rounding_from(d, Rounding::NearestEven)) |
+                                  (d.has(".relu") ? kRelu : 0) | (d.has(".satfinite") ? kSatfinite : 0));
   if (i.type2 == Type::F32) {
     d.operands(i, i.type, {Type::F32, Type::F32});
     i.fn = pack_from_f32;
@@ -318,13 +386,20 @@ void decode_packed(Decoder& d, Instr& i) {
   }
 }
 
-/// cvt.pack.sat.T.s32 d, a, b: {a, b} as 16-bit values; with a third operand, narrower values pushed in front of c.
+/// cvt.pack.sat.T.s32 d, a, b: {a, b} as 16-bit values; with a third operand, narrower values pushed in front
+/// of c.
 void cvt_pack(Exec& x, const Instr& i) {
   const Type t = i.type;
   const int bits = i.choice;
   const bool sign = is_signed(t) || t == Type::S8;
-  const int64_t lowest = sign ? -(int64_t{1} << (bits - 1)) : 0, highest = (int64_t{1} << (sign ? bits - 1 : bits)) - 1;
-  const auto clamp = [&](int64_t v) { return static_cast<uint32_t>((v < lowest ? lowest : v > highest ? highest : v) & ((int64_t{1} << bits) - 1)); };
+  const int64_t lowest = sign ? -(int64_t{1} << (bits - 1)) : 0,
+                highest = (int64_t{1} << (sign ? bits - 1 : bits)) - 1;
+  const auto clamp = [&](int64_t v) {
+    return static_cast<uint32_t>((v < lowest    ? lowest
+                                  : v > highest ? highest
+                                                : v) &
+                                 ((int64_t{1} << bits) - 1));
+  };
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     uint32_t out = clamp(x.view<int32_t>(i.op[1])[l]) << bits | clamp(x.view<int32_t>(i.op[2])[l]);
@@ -344,7 +419,8 @@ void decode_cvt_pack(Decoder& d, Instr& i) {
   i.fn = cvt_pack;
 }
 
-// --- mov -------------------------------------------------------------------------------------------------------------------
+// --- mov
+// -------------------------------------------------------------------------------------------------------------------
 
 template <class T>
 void mov(Exec& x, const Instr& i) {
@@ -375,8 +451,9 @@ void mov_pred(Exec& x, const Instr& i) {
 
 /// mov.b64 {a, b}, c and the like: little end first.
 void mov_unpack(Exec& x, const Instr& i) {
-  const int part = i.op[1].width == 4 && i.type == Type::B32 ? 32 / static_cast<int>(i.extra_count)
-                                                             : 8 * bytes_of(i.type) / static_cast<int>(i.extra_count);
+  const int part = i.op[1].width == 4 && i.type == Type::B32
+                       ? 32 / static_cast<int>(i.extra_count)
+                       : 8 * bytes_of(i.type) / static_cast<int>(i.extra_count);
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     uint8_t value[16] = {}, undefined[16] = {};
@@ -452,11 +529,14 @@ void decode_mov(Decoder& d, Instr& i) {
   if (width == 8 && i.op[1].width == 4) i.fn = integer_to_integer<uint32_t, uint64_t>;
 }
 
-// --- Address spaces --------------------------------------------------------------------------------------------------------
+// --- Address spaces
+// --------------------------------------------------------------------------------------------------------
 
 /// choice 0: to generic, 1: from generic.
 void cvta(Exec& x, const Instr& i) {
-  const uint64_t window = i.space == Space::Shared ? kSharedWindow : i.space == Space::Local ? kLocalWindow : 0;
+  const uint64_t window = i.space == Space::Shared  ? kSharedWindow
+                          : i.space == Space::Local ? kLocalWindow
+                                                    : 0;
   const bool to = i.choice;
   const bool param = i.space == Space::Param;
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
@@ -522,17 +602,22 @@ const Form kForms[] = {
     {"cvt{.sat}(" INTEGERS ")(" INTEGERS ")", kCvt, decode_cvt},
     {"cvt(.rni|.rzi|.rmi|.rpi){.ftz}{.sat}(" INTEGERS ")(" FLOATS ")", kCvt, decode_cvt},
     {"cvt(.rn|.rz|.rm|.rp){.sat}(" FLOATS ")(" INTEGERS ")", kCvt, decode_cvt},
-    {"cvt{.rn|.rz|.rm|.rp|.rni|.rzi|.rmi|.rpi}{.relu}{.ftz}{.sat}{.satfinite}(" FLOATS ")(" FLOATS ")", kCvt, decode_cvt},
+    {"cvt{.rn|.rz|.rm|.rp|.rni|.rzi|.rmi|.rpi}{.relu}{.ftz}{.sat}{.satfinite}(" FLOATS ")(" FLOATS ")", kCvt,
+     decode_cvt},
     {"cvt(.rna|.rn|.rz){.satfinite}{.relu}(.tf32)(.f32)", kCvt, decode_cvt},
     {"cvt(.rn|.rz){.relu}{.satfinite}(.f16x2|.bf16x2)(.f32)", kCvt, decode_packed},
-    {"cvt(.rn)(.satfinite){.relu}(.e4m3x2|.e5m2x2|.e2m1x2|.e2m3x2|.e3m2x2)(.f32|.f16x2)", kCvt, decode_packed},
+    {"cvt(.rn)(.satfinite){.relu}(.e4m3x2|.e5m2x2|.e2m1x2|.e2m3x2|.e3m2x2)(.f32|.f16x2)", kCvt,
+     decode_packed},
     {"cvt(.rn){.relu}(.f16x2)(.e4m3x2|.e5m2x2|.e2m1x2|.e2m3x2|.e3m2x2)", kCvt, decode_packed},
     {"cvt(.rz|.rp){.satfinite}(.ue8m0x2)(.f32|.bf16x2)", kCvt, decode_packed},
     {"cvt(.rn)(.bf16x2)(.ue8m0x2)", kCvt, decode_packed},
-    {"cvt(.pack)(.sat)(.u16|.s16|.u8|.s8)(.s32){.b32}", "Data Movement and Conversion Instructions: cvt.pack", decode_cvt_pack},
+    {"cvt(.pack)(.sat)(.u16|.s16|.u8|.s8)(.s32){.b32}", "Data Movement and Conversion Instructions: cvt.pack",
+     decode_cvt_pack},
     {"mov(.pred|.b16|.b32|.b64|.b128|.u16|.u32|.u64|.s16|.s32|.s64|.f16|.bf16|.f32|.f64)", kMov, decode_mov},
-    {"cvta{.to}(.shared::cta|.shared::cluster|.shared|.global|.const|.local|.param|.param::entry)(.u64)", "Data Movement and Conversion Instructions: cvta", decode_cvta},
-    {"isspacep(.const|.global|.local|.shared::cta|.shared::cluster|.shared|.param)", "Data Movement and Conversion Instructions: isspacep", decode_isspacep},
+    {"cvta{.to}(.shared::cta|.shared::cluster|.shared|.global|.const|.local|.param|.param::entry)(.u64)",
+     "Data Movement and Conversion Instructions: cvta", decode_cvta},
+    {"isspacep(.const|.global|.local|.shared::cta|.shared::cluster|.shared|.param)",
+     "Data Movement and Conversion Instructions: isspacep", decode_isspacep},
 };
 
 }  // namespace

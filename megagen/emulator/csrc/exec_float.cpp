@@ -26,17 +26,20 @@ uint16_t flags_from(const Decoder& d) {
   return f;
 }
 
-Arithmetic arithmetic(const Instr& i) { return {static_cast<Rounding>(i.flags & 7), (i.flags & kFtz) != 0, (i.flags & kSat) != 0}; }
+Arithmetic arithmetic(const Instr& i) {
+  return {static_cast<Rounding>(i.flags & 7), (i.flags & kFtz) != 0, (i.flags & kSat) != 0};
+}
 
-// --- float32 -----------------------------------------------------------------------------------------------------------
+// --- float32
+// -----------------------------------------------------------------------------------------------------------
 
-#define FLOAT_BINARY(name, function)                                                                        \
-  void name##_plain(Exec& x, const Instr& i) {                                                              \
-    binary<float, float, float>(x, i, [](float a, float b) { return function(a, b, Arithmetic{}); });       \
-  }                                                                                                         \
-  void name(Exec& x, const Instr& i) {                                                                      \
-    const Arithmetic how = arithmetic(i);                                                                   \
-    binary<float, float, float>(x, i, [how](float a, float b) { return function(a, b, how); });             \
+#define FLOAT_BINARY(name, function)                                                                  \
+  void name##_plain(Exec& x, const Instr& i) {                                                        \
+    binary<float, float, float>(x, i, [](float a, float b) { return function(a, b, Arithmetic{}); }); \
+  }                                                                                                   \
+  void name(Exec& x, const Instr& i) {                                                                \
+    const Arithmetic how = arithmetic(i);                                                             \
+    binary<float, float, float>(x, i, [how](float a, float b) { return function(a, b, how); });       \
   }
 FLOAT_BINARY(add_f32, numerics::add)
 FLOAT_BINARY(sub_f32, numerics::sub)
@@ -44,22 +47,29 @@ FLOAT_BINARY(mul_f32, numerics::mul)
 FLOAT_BINARY(div_f32, numerics::div)
 
 void fma_f32_plain(Exec& x, const Instr& i) {
-  ternary<float, float, float, float>(x, i, [](float a, float b, float c) { return numerics::fma(a, b, c, Arithmetic{}); });
+  ternary<float, float, float, float>(
+      x, i, [](float a, float b, float c) { return numerics::fma(a, b, c, Arithmetic{}); });
 }
 void fma_f32(Exec& x, const Instr& i) {
   const Arithmetic how = arithmetic(i);
-  ternary<float, float, float, float>(x, i, [how](float a, float b, float c) { return numerics::fma(a, b, c, how); });
+  ternary<float, float, float, float>(
+      x, i, [how](float a, float b, float c) { return numerics::fma(a, b, c, how); });
 }
 
-// --- float64: round to nearest with the processor, other modes by an exact error term ------------------------------------
+// --- float64: round to nearest with the processor, other modes by an exact error term
+// ------------------------------------
 
 double directed(double nearest, double error, Rounding rounding) {
   if (error == 0 || !std::isfinite(nearest)) return nearest;
   switch (rounding) {
-    case Rounding::TowardZero: return (error < 0) != (nearest < 0) ? std::nextafter(nearest, 0.0) : nearest;
-    case Rounding::Down: return error < 0 ? std::nextafter(nearest, -INFINITY) : nearest;
-    case Rounding::Up: return error > 0 ? std::nextafter(nearest, INFINITY) : nearest;
-    default: return nearest;
+    case Rounding::TowardZero:
+      return (error < 0) != (nearest < 0) ? std::nextafter(nearest, 0.0) : nearest;
+    case Rounding::Down:
+      return error < 0 ? std::nextafter(nearest, -INFINITY) : nearest;
+    case Rounding::Up:
+      return error > 0 ? std::nextafter(nearest, INFINITY) : nearest;
+    default:
+      return nearest;
   }
 }
 double canonical64(double v) { return std::isnan(v) ? double_of(uint64_t{0x7FFFFFFFFFFFFFFF}) : v; }
@@ -74,7 +84,8 @@ double mul64(double a, double b, Rounding r) {
 double fma64(double a, double b, double c, Rounding r) {
   const double nearest = std::fma(a, b, c);
   if (r == Rounding::NearestEven || !std::isfinite(nearest)) return canonical64(nearest);
-  const long double exact = static_cast<long double>(a) * b + c;  // 64 bits: enough to tell the direction almost always
+  const long double exact =
+      static_cast<long double>(a) * b + c;  // 64 bits: enough to tell the direction almost always
   return canonical64(directed(nearest, static_cast<double>(exact - nearest), r));
 }
 double div64(double a, double b, Rounding r) {
@@ -87,10 +98,10 @@ double sqrt64(double a, Rounding r) {
   return canonical64(directed(s, std::fma(-s, s, a), r));
 }
 
-#define DOUBLE_BINARY(name, expression)                                                                   \
-  void name(Exec& x, const Instr& i) {                                                                    \
-    const Rounding r = static_cast<Rounding>(i.flags & 7);                                                \
-    binary<double, double, double>(x, i, [r](double a, double b) { return expression; });                 \
+#define DOUBLE_BINARY(name, expression)                                                   \
+  void name(Exec& x, const Instr& i) {                                                    \
+    const Rounding r = static_cast<Rounding>(i.flags & 7);                                \
+    binary<double, double, double>(x, i, [r](double a, double b) { return expression; }); \
   }
 DOUBLE_BINARY(add_f64, add64(a, b, r))
 DOUBLE_BINARY(sub_f64, add64(a, -b, r))
@@ -98,10 +109,12 @@ DOUBLE_BINARY(mul_f64, mul64(a, b, r))
 DOUBLE_BINARY(div_f64, div64(a, b, r))
 void fma_f64(Exec& x, const Instr& i) {
   const Rounding r = static_cast<Rounding>(i.flags & 7);
-  ternary<double, double, double, double>(x, i, [r](double a, double b, double c) { return fma64(a, b, c, r); });
+  ternary<double, double, double, double>(x, i,
+                                          [r](double a, double b, double c) { return fma64(a, b, c, r); });
 }
 
-// --- float32x2 -----------------------------------------------------------------------------------------------------------
+// --- float32x2
+// -----------------------------------------------------------------------------------------------------------
 
 float low(uint64_t v) { return float_of(static_cast<uint32_t>(v)); }
 float high(uint64_t v) { return float_of(static_cast<uint32_t>(v >> 32)); }
@@ -110,9 +123,8 @@ uint64_t pack(float lo, float hi) { return static_cast<uint64_t>(bits_of(hi)) <<
 template <float (*F)(float, float, const Arithmetic&)>
 void packed(Exec& x, const Instr& i) {
   const Arithmetic how = arithmetic(i);
-  binary<uint64_t, uint64_t, uint64_t>(x, i, [how](uint64_t a, uint64_t b) {
-    return pack(F(low(a), low(b), how), F(high(a), high(b), how));
-  });
+  binary<uint64_t, uint64_t, uint64_t>(
+      x, i, [how](uint64_t a, uint64_t b) { return pack(F(low(a), low(b), how), F(high(a), high(b), how)); });
 }
 void packed_fma(Exec& x, const Instr& i) {
   const Arithmetic how = arithmetic(i);
@@ -132,9 +144,21 @@ void decode_arithmetic(Decoder& d, Instr& i) {
     return;
   }
   d.operands(i, t, {t, t});
-  if (op == "add") i.fn = t == Type::F64 ? add_f64 : t == Type::F32x2 ? packed<numerics::add> : i.flags ? add_f32 : add_f32_plain;
-  if (op == "sub") i.fn = t == Type::F64 ? sub_f64 : t == Type::F32x2 ? packed<numerics::sub> : i.flags ? sub_f32 : sub_f32_plain;
-  if (op == "mul") i.fn = t == Type::F64 ? mul_f64 : t == Type::F32x2 ? packed<numerics::mul> : i.flags ? mul_f32 : mul_f32_plain;
+  if (op == "add")
+    i.fn = t == Type::F64     ? add_f64
+           : t == Type::F32x2 ? packed<numerics::add>
+           : i.flags          ? add_f32
+                              : add_f32_plain;
+  if (op == "sub")
+    i.fn = t == Type::F64     ? sub_f64
+           : t == Type::F32x2 ? packed<numerics::sub>
+           : i.flags          ? sub_f32
+                              : sub_f32_plain;
+  if (op == "mul")
+    i.fn = t == Type::F64     ? mul_f64
+           : t == Type::F32x2 ? packed<numerics::mul>
+           : i.flags          ? mul_f32
+                              : mul_f32_plain;
 }
 
 void div_f32_approx(Exec& x, const Instr& i) {
@@ -152,7 +176,8 @@ void decode_div(Decoder& d, Instr& i) {
 template <class F>
 void mixed(Exec& x, const Instr& i, F f) {
   const Format format = i.type == Type::F16 ? Format::F16 : Format::BF16;
-  binary<float, uint16_t, float>(x, i, [&](uint16_t a, float c) { return f(static_cast<float>(decode(a, format)), c); });
+  binary<float, uint16_t, float>(
+      x, i, [&](uint16_t a, float c) { return f(static_cast<float>(decode(a, format)), c); });
 }
 void add_mixed(Exec& x, const Instr& i) {
   const Arithmetic how = arithmetic(i);
@@ -166,7 +191,8 @@ void fma_mixed(Exec& x, const Instr& i) {
   const Arithmetic how = arithmetic(i);
   const Format format = i.type == Type::F16 ? Format::F16 : Format::BF16;
   ternary<float, uint16_t, uint16_t, float>(x, i, [&](uint16_t a, uint16_t b, float c) {
-    return numerics::fma(static_cast<float>(decode(a, format)), static_cast<float>(decode(b, format)), c, how);
+    return numerics::fma(static_cast<float>(decode(a, format)), static_cast<float>(decode(b, format)), c,
+                         how);
   });
 }
 void decode_mixed(Decoder& d, Instr& i) {
@@ -181,15 +207,18 @@ void decode_mixed(Decoder& d, Instr& i) {
   }
 }
 
-// --- Sign, minimum, maximum ------------------------------------------------------------------------------------------------
+// --- Sign, minimum, maximum
+// ------------------------------------------------------------------------------------------------
 
 void abs_f32(Exec& x, const Instr& i) {
   const bool ftz = i.flags & kFtz;
-  unary<uint32_t, uint32_t>(x, i, [ftz](uint32_t a) { return bits_of(ftz ? flush(float_of(a)) : float_of(a)) & 0x7FFFFFFFu; });
+  unary<uint32_t, uint32_t>(
+      x, i, [ftz](uint32_t a) { return bits_of(ftz ? flush(float_of(a)) : float_of(a)) & 0x7FFFFFFFu; });
 }
 void neg_f32(Exec& x, const Instr& i) {
   const bool ftz = i.flags & kFtz;
-  unary<uint32_t, uint32_t>(x, i, [ftz](uint32_t a) { return bits_of(ftz ? flush(float_of(a)) : float_of(a)) ^ 0x80000000u; });
+  unary<uint32_t, uint32_t>(
+      x, i, [ftz](uint32_t a) { return bits_of(ftz ? flush(float_of(a)) : float_of(a)) ^ 0x80000000u; });
 }
 void abs_f64(Exec& x, const Instr& i) {
   unary<uint64_t, uint64_t>(x, i, [](uint64_t a) { return a & ~(uint64_t{1} << 63); });
@@ -205,13 +234,16 @@ void decode_sign(Decoder& d, Instr& i) {
   i.fn = t == Type::F64 ? (is_abs ? abs_f64 : neg_f64) : (is_abs ? abs_f32 : neg_f32);
 }
 
-MinMax min_max(const Instr& i) { return {(i.flags & kFtz) != 0, (i.flags & kNan) != 0, (i.flags & kXorsign) != 0}; }
+MinMax min_max(const Instr& i) {
+  return {(i.flags & kFtz) != 0, (i.flags & kNan) != 0, (i.flags & kXorsign) != 0};
+}
 
 template <bool kMax>
 void extremum_f32(Exec& x, const Instr& i) {
   const MinMax how = min_max(i);
   if (i.operands == 4) {
-    ternary<float, float, float, float>(x, i, [how](float a, float b, float c) { return extremum(extremum(a, b, kMax, how), c, kMax, how); });
+    ternary<float, float, float, float>(
+        x, i, [how](float a, float b, float c) { return extremum(extremum(a, b, kMax, how), c, kMax, how); });
   } else {
     binary<float, float, float>(x, i, [how](float a, float b) { return extremum(a, b, kMax, how); });
   }
@@ -240,11 +272,13 @@ void decode_extremum(Decoder& d, Instr& i) {
 }
 
 void copysign_f32(Exec& x, const Instr& i) {  // d = b with the sign of a
-  binary<uint32_t, uint32_t, uint32_t>(x, i, [](uint32_t a, uint32_t b) { return (b & 0x7FFFFFFFu) | (a & 0x80000000u); });
+  binary<uint32_t, uint32_t, uint32_t>(
+      x, i, [](uint32_t a, uint32_t b) { return (b & 0x7FFFFFFFu) | (a & 0x80000000u); });
 }
 void copysign_f64(Exec& x, const Instr& i) {
   constexpr uint64_t kSign = uint64_t{1} << 63;
-  binary<uint64_t, uint64_t, uint64_t>(x, i, [](uint64_t a, uint64_t b) { return (b & ~kSign) | (a & kSign); });
+  binary<uint64_t, uint64_t, uint64_t>(x, i,
+                                       [](uint64_t a, uint64_t b) { return (b & ~kSign) | (a & kSign); });
 }
 void decode_copysign(Decoder& d, Instr& i) {
   const Type t = d.last_type();
@@ -252,7 +286,8 @@ void decode_copysign(Decoder& d, Instr& i) {
   i.fn = t == Type::F64 ? copysign_f64 : copysign_f32;
 }
 
-// --- One operand -----------------------------------------------------------------------------------------------------------
+// --- One operand
+// -----------------------------------------------------------------------------------------------------------
 
 template <float (*F)(float, bool)>
 void approximate_f32(Exec& x, const Instr& i) {
@@ -305,7 +340,8 @@ void decode_unary(Decoder& d, Instr& i) {
   if (op == "tanh") i.fn = tanh_f32;
 }
 
-// --- Comparison --------------------------------------------------------------------------------------------------------------
+// --- Comparison
+// --------------------------------------------------------------------------------------------------------------
 
 enum FloatCompare : uint8_t { Eq, Ne, Lt, Le, Gt, Ge, Equ, Neu, Ltu, Leu, Gtu, Geu, Num, Nan };
 
@@ -313,20 +349,34 @@ template <class T>
 bool holds(T a, T b, uint8_t how) {
   const bool unordered = std::isnan(a) || std::isnan(b);
   switch (how) {
-    case Eq: return a == b;
-    case Ne: return !unordered && a != b;
-    case Lt: return a < b;
-    case Le: return a <= b;
-    case Gt: return a > b;
-    case Ge: return a >= b;
-    case Equ: return unordered || a == b;
-    case Neu: return unordered || a != b;
-    case Ltu: return unordered || a < b;
-    case Leu: return unordered || a <= b;
-    case Gtu: return unordered || a > b;
-    case Geu: return unordered || a >= b;
-    case Num: return !unordered;
-    default: return unordered;
+    case Eq:
+      return a == b;
+    case Ne:
+      return !unordered && a != b;
+    case Lt:
+      return a < b;
+    case Le:
+      return a <= b;
+    case Gt:
+      return a > b;
+    case Ge:
+      return a >= b;
+    case Equ:
+      return unordered || a == b;
+    case Neu:
+      return unordered || a != b;
+    case Ltu:
+      return unordered || a < b;
+    case Leu:
+      return unordered || a <= b;
+    case Gtu:
+      return unordered || a > b;
+    case Geu:
+      return unordered || a >= b;
+    case Num:
+      return !unordered;
+    default:
+      return unordered;
   }
 }
 
@@ -346,7 +396,9 @@ Mask compare(Exec& x, const Instr& i) {
 }
 
 template <class T>
-void setp(Exec& x, const Instr& i) { set_predicates(x, i, compare<T>(x, i)); }
+void setp(Exec& x, const Instr& i) {
+  set_predicates(x, i, compare<T>(x, i));
+}
 
 template <class T, class D>
 void set(Exec& x, const Instr& i) {
@@ -360,7 +412,8 @@ void set(Exec& x, const Instr& i) {
 }
 
 uint8_t compare_of(const std::string& m) {
-  static const char* const kNames[] = {".eq", ".ne", ".lt", ".le", ".gt", ".ge", ".equ", ".neu", ".ltu", ".leu", ".gtu", ".geu", ".num", ".nan"};
+  static const char* const kNames[] = {".eq",  ".ne",  ".lt",  ".le",  ".gt",  ".ge",  ".equ",
+                                       ".neu", ".ltu", ".leu", ".gtu", ".geu", ".num", ".nan"};
   for (uint8_t k = 0; k < 14; ++k) {
     if (m == kNames[k]) return k;
   }
@@ -396,12 +449,24 @@ void testp(Exec& x, const Instr& i) {
     const int c = std::fpclassify(a[l]);
     bool yes = false;
     switch (i.choice) {
-      case Finite: yes = c != FP_NAN && c != FP_INFINITE; break;
-      case Infinite: yes = c == FP_INFINITE; break;
-      case Number: yes = c != FP_NAN; break;
-      case NotANumber: yes = c == FP_NAN; break;
-      case Normal: yes = c == FP_NORMAL; break;
-      default: yes = c == FP_SUBNORMAL; break;
+      case Finite:
+        yes = c != FP_NAN && c != FP_INFINITE;
+        break;
+      case Infinite:
+        yes = c == FP_INFINITE;
+        break;
+      case Number:
+        yes = c != FP_NAN;
+        break;
+      case NotANumber:
+        yes = c == FP_NAN;
+        break;
+      case Normal:
+        yes = c == FP_NORMAL;
+        break;
+      default:
+        yes = c == FP_SUBNORMAL;
+        break;
     }
     out |= static_cast<Mask>(yes) << l;
   }
@@ -409,7 +474,8 @@ void testp(Exec& x, const Instr& i) {
   x.set_predicate_undefined(i.op[0], x.undefined(i.op[1]));
 }
 void decode_testp(Decoder& d, Instr& i) {
-  static const char* const kNames[] = {".finite", ".infinite", ".number", ".notanumber", ".normal", ".subnormal"};
+  static const char* const kNames[] = {".finite",     ".infinite", ".number",
+                                       ".notanumber", ".normal",   ".subnormal"};
   for (uint8_t k = 0; k < 6; ++k) {
     if (d.slot(0) == kNames[k]) i.choice = k;
   }

@@ -13,12 +13,15 @@ using namespace megagen::numerics;
 enum : uint16_t { kFtz = 1, kSat = 2, kRelu = 4, kNan = 8, kXorsign = 16 };
 
 uint16_t flags_from(const Decoder& d) {
-  return static_cast<uint16_t>((d.has(".ftz") ? kFtz : 0) | (d.has(".sat") ? kSat : 0) | (d.has(".relu") ? kRelu : 0) |
-                               (d.has(".NaN") ? kNan : 0) | (d.has(".xorsign") ? kXorsign : 0));
+  return static_cast<uint16_t>((d.has(".ftz") ? kFtz : 0) | (d.has(".sat") ? kSat : 0) |
+                               (d.has(".relu") ? kRelu : 0) | (d.has(".NaN") ? kNan : 0) |
+                               (d.has(".xorsign") ? kXorsign : 0));
 }
 Format format_of(Type t) { return t == Type::F16 || t == Type::F16x2 ? Format::F16 : Format::BF16; }
 bool is_packed(Type t) { return t == Type::F16x2 || t == Type::BF16x2; }
-HalfArithmetic half(const Instr& i) { return {(i.flags & kFtz) != 0, (i.flags & kSat) != 0, (i.flags & kRelu) != 0}; }
+HalfArithmetic half(const Instr& i) {
+  return {(i.flags & kFtz) != 0, (i.flags & kSat) != 0, (i.flags & kRelu) != 0};
+}
 
 uint16_t lo(uint32_t v) { return static_cast<uint16_t>(v); }
 uint16_t hi(uint32_t v) { return static_cast<uint16_t>(v >> 16); }
@@ -35,20 +38,25 @@ void one(Exec& x, const Instr& i, F f) {
 template <class F>
 void two(Exec& x, const Instr& i, F f) {
   if (is_packed(i.type)) {
-    binary<uint32_t, uint32_t, uint32_t>(x, i, [&](uint32_t a, uint32_t b) { return both(f(lo(a), lo(b)), f(hi(a), hi(b))); });
+    binary<uint32_t, uint32_t, uint32_t>(
+        x, i, [&](uint32_t a, uint32_t b) { return both(f(lo(a), lo(b)), f(hi(a), hi(b))); });
   } else {
     binary<uint16_t, uint16_t, uint16_t>(x, i, f);
   }
 }
 
 void add(Exec& x, const Instr& i) {
-  two(x, i, [f = format_of(i.type), how = half(i)](uint16_t a, uint16_t b) { return half_add(a, b, f, how); });
+  two(x, i,
+      [f = format_of(i.type), how = half(i)](uint16_t a, uint16_t b) { return half_add(a, b, f, how); });
 }
 void sub(Exec& x, const Instr& i) {
-  two(x, i, [f = format_of(i.type), how = half(i)](uint16_t a, uint16_t b) { return half_add(a, b ^ 0x8000, f, how); });
+  two(x, i, [f = format_of(i.type), how = half(i)](uint16_t a, uint16_t b) {
+    return half_add(a, b ^ 0x8000, f, how);
+  });
 }
 void mul(Exec& x, const Instr& i) {
-  two(x, i, [f = format_of(i.type), how = half(i)](uint16_t a, uint16_t b) { return half_mul(a, b, f, how); });
+  two(x, i,
+      [f = format_of(i.type), how = half(i)](uint16_t a, uint16_t b) { return half_mul(a, b, f, how); });
 }
 void fma(Exec& x, const Instr& i) {
   const Format f = format_of(i.type);
@@ -58,25 +66,33 @@ void fma(Exec& x, const Instr& i) {
       return both(half_fma(lo(a), lo(b), lo(c), f, how), half_fma(hi(a), hi(b), hi(c), f, how));
     });
   } else {
-    ternary<uint16_t, uint16_t, uint16_t, uint16_t>(x, i, [&](uint16_t a, uint16_t b, uint16_t c) { return half_fma(a, b, c, f, how); });
+    ternary<uint16_t, uint16_t, uint16_t, uint16_t>(
+        x, i, [&](uint16_t a, uint16_t b, uint16_t c) { return half_fma(a, b, c, f, how); });
   }
 }
 template <bool kMax>
 void extreme(Exec& x, const Instr& i) {
   const MinMax how{(i.flags & kFtz) != 0, (i.flags & kNan) != 0, (i.flags & kXorsign) != 0};
-  two(x, i, [f = format_of(i.type), how](uint16_t a, uint16_t b) { return half_extremum(a, b, f, kMax, how); });
+  two(x, i,
+      [f = format_of(i.type), how](uint16_t a, uint16_t b) { return half_extremum(a, b, f, kMax, how); });
 }
 uint16_t flushed(uint16_t a, Format f, bool ftz) {
   return ftz ? static_cast<uint16_t>(encode(half_operand(a, f, true), f)) : a;
 }
 void neg(Exec& x, const Instr& i) {
-  one(x, i, [f = format_of(i.type), ftz = (i.flags & kFtz) != 0](uint16_t a) { return static_cast<uint16_t>(flushed(a, f, ftz) ^ 0x8000); });
+  one(x, i, [f = format_of(i.type), ftz = (i.flags & kFtz) != 0](uint16_t a) {
+    return static_cast<uint16_t>(flushed(a, f, ftz) ^ 0x8000);
+  });
 }
 void abs(Exec& x, const Instr& i) {
-  one(x, i, [f = format_of(i.type), ftz = (i.flags & kFtz) != 0](uint16_t a) { return static_cast<uint16_t>(flushed(a, f, ftz) & 0x7FFF); });
+  one(x, i, [f = format_of(i.type), ftz = (i.flags & kFtz) != 0](uint16_t a) {
+    return static_cast<uint16_t>(flushed(a, f, ftz) & 0x7FFF);
+  });
 }
 void ex2(Exec& x, const Instr& i) {
-  one(x, i, [f = format_of(i.type), ftz = (i.flags & kFtz) != 0](uint16_t a) { return half_ex2_approx(a, f, ftz); });
+  one(x, i, [f = format_of(i.type), ftz = (i.flags & kFtz) != 0](uint16_t a) {
+    return half_ex2_approx(a, f, ftz);
+  });
 }
 void tanh(Exec& x, const Instr& i) {
   one(x, i, [f = format_of(i.type)](uint16_t a) { return half_tanh_approx(a, f); });
@@ -95,22 +111,33 @@ void decode(Decoder& d, Instr& i) {
     i.fn = op == "neg" ? neg : op == "abs" ? abs : op == "ex2" ? ex2 : tanh;
   } else {
     d.operands(i, t, {t, t});
-    i.fn = op == "add" ? add : op == "sub" ? sub : op == "mul" ? mul : op == "max" ? extreme<true> : extreme<false>;
+    i.fn = op == "add"   ? add
+           : op == "sub" ? sub
+           : op == "mul" ? mul
+           : op == "max" ? extreme<true>
+                         : extreme<false>;
   }
 }
 
-// --- Comparison: p is the low element's result, q the high one's ---------------------------------------------------------
+// --- Comparison: p is the low element's result, q the high one's
+// ---------------------------------------------------------
 
 bool holds(double a, double b, uint8_t how) {
   const bool unordered = std::isnan(a) || std::isnan(b);
   static const auto base = [](double p, double q, int k) {
     switch (k) {
-      case 0: return p == q;
-      case 1: return p != q;
-      case 2: return p < q;
-      case 3: return p <= q;
-      case 4: return p > q;
-      default: return p >= q;
+      case 0:
+        return p == q;
+      case 1:
+        return p != q;
+      case 2:
+        return p < q;
+      case 3:
+        return p <= q;
+      case 4:
+        return p > q;
+      default:
+        return p >= q;
     }
   };
   if (how == 12) return !unordered;
@@ -127,7 +154,8 @@ void setp(Exec& x, const Instr& i) {
   Mask first = 0, second = 0;
   for (int l = 0; l < kLanes; ++l) {
     first |= static_cast<Mask>(holds(element(a[l], 0), element(b[l], 0), i.choice)) << l;
-    if (is_packed(i.type)) second |= static_cast<Mask>(holds(element(a[l], 1), element(b[l], 1), i.choice)) << l;
+    if (is_packed(i.type))
+      second |= static_cast<Mask>(holds(element(a[l], 1), element(b[l], 1), i.choice)) << l;
   }
   set_predicates(x, i, first);
   if (is_packed(i.type) && i.op[4].kind == Ref::Predicate) {
@@ -136,7 +164,8 @@ void setp(Exec& x, const Instr& i) {
   }
 }
 void decode_setp(Decoder& d, Instr& i) {
-  static const char* const kNames[] = {".eq", ".ne", ".lt", ".le", ".gt", ".ge", ".equ", ".neu", ".ltu", ".leu", ".gtu", ".geu", ".num", ".nan"};
+  static const char* const kNames[] = {".eq",  ".ne",  ".lt",  ".le",  ".gt",  ".ge",  ".equ",
+                                       ".neu", ".ltu", ".leu", ".gtu", ".geu", ".num", ".nan"};
   for (uint8_t k = 0; k < 14; ++k) {
     if (d.slot(0) == kNames[k]) i.choice = k;
   }
@@ -166,7 +195,8 @@ const Form kForms[] = {
     {"ex2(.approx)(" HALF ")", kHalf, decode},
     {"ex2(.approx)(.ftz)(" BFLOAT ")", kHalf, decode},
     {"tanh(.approx)(" HALF "|" BFLOAT ")", kHalf, decode},
-    {"setp(.eq|.ne|.lt|.le|.gt|.ge|.equ|.neu|.ltu|.leu|.gtu|.geu|.num|.nan){.and|.or|.xor}{.ftz}(" HALF "|" BFLOAT ")",
+    {"setp(.eq|.ne|.lt|.le|.gt|.ge|.equ|.neu|.ltu|.leu|.gtu|.geu|.num|.nan){.and|.or|.xor}{.ftz}(" HALF
+     "|" BFLOAT ")",
      "Half Precision Comparison Instructions", decode_setp},
 };
 

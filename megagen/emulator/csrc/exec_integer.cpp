@@ -28,36 +28,73 @@ T high(T a, T b) {
   }
 }
 
-template <class T> struct Add { static T apply(T a, T b) { return static_cast<T>(Wrapping<T>(a) + Wrapping<T>(b)); } };
-template <class T> struct Sub { static T apply(T a, T b) { return static_cast<T>(Wrapping<T>(a) - Wrapping<T>(b)); } };
-template <class T> struct MulLo { static T apply(T a, T b) { return static_cast<T>(Wrapping<T>(a) * Wrapping<T>(b)); } };
-template <class T> struct MulHi { static T apply(T a, T b) { return high(a, b); } };
-template <class T> struct MadLo { static T apply(T a, T b, T c) { return static_cast<T>(Wrapping<T>(a) * Wrapping<T>(b) + Wrapping<T>(c)); } };
-template <class T> struct MadHi { static T apply(T a, T b, T c) { return Add<T>::apply(high(a, b), c); } };
+template <class T>
+struct Add {
+  static T apply(T a, T b) { return static_cast<T>(Wrapping<T>(a) + Wrapping<T>(b)); }
+};
+template <class T>
+struct Sub {
+  static T apply(T a, T b) { return static_cast<T>(Wrapping<T>(a) - Wrapping<T>(b)); }
+};
+template <class T>
+struct MulLo {
+  static T apply(T a, T b) { return static_cast<T>(Wrapping<T>(a) * Wrapping<T>(b)); }
+};
+template <class T>
+struct MulHi {
+  static T apply(T a, T b) { return high(a, b); }
+};
+template <class T>
+struct MadLo {
+  static T apply(T a, T b, T c) { return static_cast<T>(Wrapping<T>(a) * Wrapping<T>(b) + Wrapping<T>(c)); }
+};
+template <class T>
+struct MadHi {
+  static T apply(T a, T b, T c) { return Add<T>::apply(high(a, b), c); }
+};
 // Division by zero gives all ones; the most negative number divided by -1 gives itself.
-template <class T> struct Div {
+template <class T>
+struct Div {
   static T apply(T a, T b) {
     if (b == 0) return static_cast<T>(-1);
     if (std::is_signed_v<T> && b == static_cast<T>(-1)) return Sub<T>::apply(0, a);
     return static_cast<T>(a / b);
   }
 };
-template <class T> struct Rem {
+template <class T>
+struct Rem {
   static T apply(T a, T b) {
     if (b == 0) return a;
     if (std::is_signed_v<T> && b == static_cast<T>(-1)) return 0;
     return static_cast<T>(a % b);
   }
 };
-template <class T> struct Min { static T apply(T a, T b) { return a < b ? a : b; } };
-template <class T> struct Max { static T apply(T a, T b) { return a < b ? b : a; } };
-template <class T> struct Abs { static T apply(T a) { return a < 0 ? Sub<T>::apply(0, a) : a; } };
-template <class T> struct Neg { static T apply(T a) { return Sub<T>::apply(0, a); } };
-template <class T> struct Sad {
-  static T apply(T a, T b, T c) { return Add<T>::apply(c, a < b ? Sub<T>::apply(b, a) : Sub<T>::apply(a, b)); }
+template <class T>
+struct Min {
+  static T apply(T a, T b) { return a < b ? a : b; }
+};
+template <class T>
+struct Max {
+  static T apply(T a, T b) { return a < b ? b : a; }
+};
+template <class T>
+struct Abs {
+  static T apply(T a) { return a < 0 ? Sub<T>::apply(0, a) : a; }
+};
+template <class T>
+struct Neg {
+  static T apply(T a) { return Sub<T>::apply(0, a); }
+};
+template <class T>
+struct Sad {
+  static T apply(T a, T b, T c) {
+    return Add<T>::apply(c, a < b ? Sub<T>::apply(b, a) : Sub<T>::apply(a, b));
+  }
 };
 
-int32_t saturate(int64_t v) { return static_cast<int32_t>(v > INT32_MAX ? INT32_MAX : v < INT32_MIN ? INT32_MIN : v); }
+int32_t saturate(int64_t v) {
+  return static_cast<int32_t>(v > INT32_MAX ? INT32_MAX : v < INT32_MIN ? INT32_MIN : v);
+}
 
 void simple(Decoder& d, Instr& i, Handler handler, int sources, Taint taint) {
   const Type t = d.last_type();
@@ -81,18 +118,22 @@ void packed16(Exec& x, const Instr& i) {
 
 void decode_add(Decoder& d, Instr& i) {
   const Type t = d.last_type();
-  Handler h = t == Type::U16x2 || t == Type::S16x2 ? Handler(packed16<true>) : MEGAGEN_PICK_INTEGER(binary_of, Add, t);
-  if (d.has(".sat")) h = [](Exec& x, const Instr& j) {
-    binary<int32_t, int32_t, int32_t>(x, j, [](int32_t a, int32_t b) { return saturate(int64_t{a} + b); });
-  };
+  Handler h = t == Type::U16x2 || t == Type::S16x2 ? Handler(packed16<true>)
+                                                   : MEGAGEN_PICK_INTEGER(binary_of, Add, t);
+  if (d.has(".sat"))
+    h = [](Exec& x, const Instr& j) {
+      binary<int32_t, int32_t, int32_t>(x, j, [](int32_t a, int32_t b) { return saturate(int64_t{a} + b); });
+    };
   simple(d, i, h, 2, Taint::Carry);
 }
 void decode_sub(Decoder& d, Instr& i) {
   const Type t = d.last_type();
-  Handler h = t == Type::U16x2 || t == Type::S16x2 ? Handler(packed16<false>) : MEGAGEN_PICK_INTEGER(binary_of, Sub, t);
-  if (d.has(".sat")) h = [](Exec& x, const Instr& j) {
-    binary<int32_t, int32_t, int32_t>(x, j, [](int32_t a, int32_t b) { return saturate(int64_t{a} - b); });
-  };
+  Handler h = t == Type::U16x2 || t == Type::S16x2 ? Handler(packed16<false>)
+                                                   : MEGAGEN_PICK_INTEGER(binary_of, Sub, t);
+  if (d.has(".sat"))
+    h = [](Exec& x, const Instr& j) {
+      binary<int32_t, int32_t, int32_t>(x, j, [](int32_t a, int32_t b) { return saturate(int64_t{a} - b); });
+    };
   simple(d, i, h, 2, Taint::Carry);
 }
 
@@ -102,7 +143,9 @@ void mul_wide(Exec& x, const Instr& i) {
 }
 template <class D, class S>
 void mad_wide(Exec& x, const Instr& i) {
-  ternary<D, S, S, D>(x, i, [](S a, S b, D c) { return static_cast<D>(Wrapping<D>(static_cast<D>(a) * static_cast<D>(b)) + Wrapping<D>(c)); });
+  ternary<D, S, S, D>(x, i, [](S a, S b, D c) {
+    return static_cast<D>(Wrapping<D>(static_cast<D>(a) * static_cast<D>(b)) + Wrapping<D>(c));
+  });
 }
 
 Type widened(Type t) {
@@ -112,14 +155,18 @@ Type widened(Type t) {
 void decode_mul(Decoder& d, Instr& i) {
   const Type t = d.last_type();
   if (!d.has(".wide")) {
-    simple(d, i, d.has(".hi") ? MEGAGEN_PICK_INTEGER(binary_of, MulHi, t) : MEGAGEN_PICK_INTEGER(binary_of, MulLo, t), 2,
-           d.has(".hi") ? Taint::All : Taint::Carry);
+    simple(
+        d, i,
+        d.has(".hi") ? MEGAGEN_PICK_INTEGER(binary_of, MulHi, t) : MEGAGEN_PICK_INTEGER(binary_of, MulLo, t),
+        2, d.has(".hi") ? Taint::All : Taint::Carry);
     return;
   }
   i.type = t;
   d.operands(i, widened(t), {t, t});
-  i.fn = t == Type::U16 ? Handler(mul_wide<uint32_t, uint16_t>) : t == Type::S16 ? Handler(mul_wide<int32_t, int16_t>)
-       : t == Type::U32 ? Handler(mul_wide<uint64_t, uint32_t>) : Handler(mul_wide<int64_t, int32_t>);
+  i.fn = t == Type::U16   ? Handler(mul_wide<uint32_t, uint16_t>)
+         : t == Type::S16 ? Handler(mul_wide<int32_t, int16_t>)
+         : t == Type::U32 ? Handler(mul_wide<uint64_t, uint32_t>)
+                          : Handler(mul_wide<int64_t, int32_t>);
 }
 
 void decode_mad(Decoder& d, Instr& i) {
@@ -128,53 +175,81 @@ void decode_mad(Decoder& d, Instr& i) {
     i.type = t;
     d.operands(i, t, {t, t, t});
     i.fn = [](Exec& x, const Instr& j) {
-      ternary<int32_t, int32_t, int32_t, int32_t>(x, j, [](int32_t a, int32_t b, int32_t c) { return saturate(int64_t{high(a, b)} + c); });
+      ternary<int32_t, int32_t, int32_t, int32_t>(
+          x, j, [](int32_t a, int32_t b, int32_t c) { return saturate(int64_t{high(a, b)} + c); });
     };
     return;
   }
   if (!d.has(".wide")) {
-    simple(d, i, d.has(".hi") ? MEGAGEN_PICK_INTEGER(ternary_of, MadHi, t) : MEGAGEN_PICK_INTEGER(ternary_of, MadLo, t), 3,
-           d.has(".hi") ? Taint::All : Taint::Carry);
+    simple(d, i,
+           d.has(".hi") ? MEGAGEN_PICK_INTEGER(ternary_of, MadHi, t)
+                        : MEGAGEN_PICK_INTEGER(ternary_of, MadLo, t),
+           3, d.has(".hi") ? Taint::All : Taint::Carry);
     return;
   }
   i.type = t;
   d.operands(i, widened(t), {t, t, widened(t)});
-  i.fn = t == Type::U16 ? Handler(mad_wide<uint32_t, uint16_t>) : t == Type::S16 ? Handler(mad_wide<int32_t, int16_t>)
-       : t == Type::U32 ? Handler(mad_wide<uint64_t, uint32_t>) : Handler(mad_wide<int64_t, int32_t>);
+  i.fn = t == Type::U16   ? Handler(mad_wide<uint32_t, uint16_t>)
+         : t == Type::S16 ? Handler(mad_wide<int32_t, int16_t>)
+         : t == Type::U32 ? Handler(mad_wide<uint64_t, uint32_t>)
+                          : Handler(mad_wide<int64_t, int32_t>);
 }
 
 template <class T>
 T mul24(T a, T b, bool hi) {
-  const int64_t x = std::is_signed_v<T> ? static_cast<int32_t>(static_cast<uint32_t>(a) << 8) >> 8 : static_cast<int64_t>(a & 0xFFFFFF);
-  const int64_t y = std::is_signed_v<T> ? static_cast<int32_t>(static_cast<uint32_t>(b) << 8) >> 8 : static_cast<int64_t>(b & 0xFFFFFF);
+  const int64_t x = std::is_signed_v<T> ? static_cast<int32_t>(static_cast<uint32_t>(a) << 8) >> 8
+                                        : static_cast<int64_t>(a & 0xFFFFFF);
+  const int64_t y = std::is_signed_v<T> ? static_cast<int32_t>(static_cast<uint32_t>(b) << 8) >> 8
+                                        : static_cast<int64_t>(b & 0xFFFFFF);
   return static_cast<T>((x * y) >> (hi ? 16 : 0));
 }
-template <class T> struct Mul24Lo { static T apply(T a, T b) { return mul24(a, b, false); } };
-template <class T> struct Mul24Hi { static T apply(T a, T b) { return mul24(a, b, true); } };
-template <class T> struct Mad24Lo { static T apply(T a, T b, T c) { return Add<T>::apply(mul24(a, b, false), c); } };
-template <class T> struct Mad24Hi { static T apply(T a, T b, T c) { return Add<T>::apply(mul24(a, b, true), c); } };
+template <class T>
+struct Mul24Lo {
+  static T apply(T a, T b) { return mul24(a, b, false); }
+};
+template <class T>
+struct Mul24Hi {
+  static T apply(T a, T b) { return mul24(a, b, true); }
+};
+template <class T>
+struct Mad24Lo {
+  static T apply(T a, T b, T c) { return Add<T>::apply(mul24(a, b, false), c); }
+};
+template <class T>
+struct Mad24Hi {
+  static T apply(T a, T b, T c) { return Add<T>::apply(mul24(a, b, true), c); }
+};
 
 void decode_mul24(Decoder& d, Instr& i) {
   const bool is_signed = d.last_type() == Type::S32, hi = d.has(".hi");
-  simple(d, i, is_signed ? (hi ? Handler(binary_of<Mul24Hi, int32_t>) : Handler(binary_of<Mul24Lo, int32_t>))
-                         : (hi ? Handler(binary_of<Mul24Hi, uint32_t>) : Handler(binary_of<Mul24Lo, uint32_t>)), 2, Taint::All);
+  simple(d, i,
+         is_signed ? (hi ? Handler(binary_of<Mul24Hi, int32_t>) : Handler(binary_of<Mul24Lo, int32_t>))
+                   : (hi ? Handler(binary_of<Mul24Hi, uint32_t>) : Handler(binary_of<Mul24Lo, uint32_t>)),
+         2, Taint::All);
 }
 void decode_mad24(Decoder& d, Instr& i) {
   const bool is_signed = d.last_type() == Type::S32, hi = d.has(".hi");
-  simple(d, i, is_signed ? (hi ? Handler(ternary_of<Mad24Hi, int32_t>) : Handler(ternary_of<Mad24Lo, int32_t>))
-                         : (hi ? Handler(ternary_of<Mad24Hi, uint32_t>) : Handler(ternary_of<Mad24Lo, uint32_t>)), 3, Taint::All);
+  simple(d, i,
+         is_signed ? (hi ? Handler(ternary_of<Mad24Hi, int32_t>) : Handler(ternary_of<Mad24Lo, int32_t>))
+                   : (hi ? Handler(ternary_of<Mad24Hi, uint32_t>) : Handler(ternary_of<Mad24Lo, uint32_t>)),
+         3, Taint::All);
 }
 
-#define DECODE_BINARY(name, F, taint) \
-  void name(Decoder& d, Instr& i) { simple(d, i, MEGAGEN_PICK_INTEGER(binary_of, F, d.last_type()), 2, taint); }
+#define DECODE_BINARY(name, F, taint)                                          \
+  void name(Decoder& d, Instr& i) {                                            \
+    simple(d, i, MEGAGEN_PICK_INTEGER(binary_of, F, d.last_type()), 2, taint); \
+  }
 DECODE_BINARY(decode_div, Div, Taint::All)
 DECODE_BINARY(decode_rem, Rem, Taint::All)
 
 template <bool kMax, class T>
 void packed16_extremum(Exec& x, const Instr& i) {
   binary<uint32_t, uint32_t, uint32_t>(x, i, [](uint32_t a, uint32_t b) {
-    const auto pick = [](T p, T q) { return static_cast<uint16_t>(kMax ? Max<T>::apply(p, q) : Min<T>::apply(p, q)); };
-    return pick(static_cast<T>(a), static_cast<T>(b)) | static_cast<uint32_t>(pick(static_cast<T>(a >> 16), static_cast<T>(b >> 16))) << 16;
+    const auto pick = [](T p, T q) {
+      return static_cast<uint16_t>(kMax ? Max<T>::apply(p, q) : Min<T>::apply(p, q));
+    };
+    return pick(static_cast<T>(a), static_cast<T>(b)) |
+           static_cast<uint32_t>(pick(static_cast<T>(a >> 16), static_cast<T>(b >> 16))) << 16;
   });
 }
 
@@ -186,20 +261,30 @@ void decode_extremum(Decoder& d, Instr& i, bool maximum) {
   if (d.has(".relu")) {
     if (t != Type::S32) d.unsupported(".relu with this type");
     h = maximum ? Handler([](Exec& x, const Instr& j) {
-      binary<int32_t, int32_t, int32_t>(x, j, [](int32_t a, int32_t b) { return std::max(0, std::max(a, b)); });
-    }) : Handler([](Exec& x, const Instr& j) {
-      binary<int32_t, int32_t, int32_t>(x, j, [](int32_t a, int32_t b) { return std::max(0, std::min(a, b)); });
-    });
+      binary<int32_t, int32_t, int32_t>(x, j,
+                                        [](int32_t a, int32_t b) { return std::max(0, std::max(a, b)); });
+    })
+                : Handler([](Exec& x, const Instr& j) {
+                    binary<int32_t, int32_t, int32_t>(
+                        x, j, [](int32_t a, int32_t b) { return std::max(0, std::min(a, b)); });
+                  });
   }
   simple(d, i, h, 2, Taint::All);
 }
 void decode_max(Decoder& d, Instr& i) { decode_extremum(d, i, true); }
 void decode_min(Decoder& d, Instr& i) { decode_extremum(d, i, false); }
-void decode_abs(Decoder& d, Instr& i) { simple(d, i, MEGAGEN_PICK_INTEGER(unary_of, Abs, d.last_type()), 1, Taint::All); }
-void decode_neg(Decoder& d, Instr& i) { simple(d, i, MEGAGEN_PICK_INTEGER(unary_of, Neg, d.last_type()), 1, Taint::Carry); }
-void decode_sad(Decoder& d, Instr& i) { simple(d, i, MEGAGEN_PICK_INTEGER(ternary_of, Sad, d.last_type()), 3, Taint::All); }
+void decode_abs(Decoder& d, Instr& i) {
+  simple(d, i, MEGAGEN_PICK_INTEGER(unary_of, Abs, d.last_type()), 1, Taint::All);
+}
+void decode_neg(Decoder& d, Instr& i) {
+  simple(d, i, MEGAGEN_PICK_INTEGER(unary_of, Neg, d.last_type()), 1, Taint::Carry);
+}
+void decode_sad(Decoder& d, Instr& i) {
+  simple(d, i, MEGAGEN_PICK_INTEGER(ternary_of, Sad, d.last_type()), 3, Taint::All);
+}
 
-// --- Extended precision: choice bit 0 reads the carry, bit 1 writes it -------------------------------------------------
+// --- Extended precision: choice bit 0 reads the carry, bit 1 writes it
+// -------------------------------------------------
 
 template <class T, bool kSubtract>
 void with_carry(Exec& x, const Instr& i, T a, T b, int l, Mask& carry_out, T* out) {
@@ -243,8 +328,10 @@ void mad_carry(Exec& x, const Instr& i) {
 void decode_carry(Decoder& d, Instr& i, bool reads, bool writes, bool subtract) {
   const bool wide = bytes_of(d.last_type()) == 8;
   i.choice = static_cast<uint8_t>(reads | writes << 1);
-  simple(d, i, subtract ? (wide ? Handler(carry_chain<uint64_t, true>) : Handler(carry_chain<uint32_t, true>))
-                        : (wide ? Handler(carry_chain<uint64_t, false>) : Handler(carry_chain<uint32_t, false>)), 2, Taint::All);
+  simple(d, i,
+         subtract ? (wide ? Handler(carry_chain<uint64_t, true>) : Handler(carry_chain<uint32_t, true>))
+                  : (wide ? Handler(carry_chain<uint64_t, false>) : Handler(carry_chain<uint32_t, false>)),
+         2, Taint::All);
 }
 void decode_add_cc(Decoder& d, Instr& i) { decode_carry(d, i, false, true, false); }
 void decode_addc(Decoder& d, Instr& i) { decode_carry(d, i, true, d.has(".cc"), false); }
@@ -255,15 +342,17 @@ void decode_mad_carry(Decoder& d, Instr& i, bool reads, bool writes) {
   const Type t = d.last_type();
   const bool hi = d.has(".hi");
   Handler h = t == Type::U32 ? (hi ? Handler(mad_carry<uint32_t, true>) : Handler(mad_carry<uint32_t, false>))
-            : t == Type::S32 ? (hi ? Handler(mad_carry<int32_t, true>) : Handler(mad_carry<int32_t, false>))
-            : t == Type::U64 ? (hi ? Handler(mad_carry<uint64_t, true>) : Handler(mad_carry<uint64_t, false>))
-                             : (hi ? Handler(mad_carry<int64_t, true>) : Handler(mad_carry<int64_t, false>));
+              : t == Type::S32 ? (hi ? Handler(mad_carry<int32_t, true>) : Handler(mad_carry<int32_t, false>))
+              : t == Type::U64
+                  ? (hi ? Handler(mad_carry<uint64_t, true>) : Handler(mad_carry<uint64_t, false>))
+                  : (hi ? Handler(mad_carry<int64_t, true>) : Handler(mad_carry<int64_t, false>));
   simple(d, i, h, 3, Taint::All);
 }
 void decode_mad_cc(Decoder& d, Instr& i) { decode_mad_carry(d, i, false, true); }
 void decode_madc(Decoder& d, Instr& i) { decode_mad_carry(d, i, true, d.has(".cc")); }
 
-// --- Dot products ------------------------------------------------------------------------------------------------------
+// --- Dot products
+// ------------------------------------------------------------------------------------------------------
 
 int32_t element(uint32_t word, int index, int bits, bool is_signed) {
   const uint32_t v = word >> (index * bits) & ((1u << bits) - 1);
@@ -281,7 +370,8 @@ void dp2a(Exec& x, const Instr& i) {
   const bool sa = i.type == Type::S32, sb = i.type2 == Type::S32;
   const int first = i.choice ? 2 : 0;
   ternary<uint32_t, uint32_t, uint32_t, uint32_t>(x, i, [=](uint32_t a, uint32_t b, uint32_t c) {
-    for (int k = 0; k < 2; ++k) c += static_cast<uint32_t>(element(a, k, 16, sa) * element(b, first + k, 8, sb));
+    for (int k = 0; k < 2; ++k)
+      c += static_cast<uint32_t>(element(a, k, 16, sa) * element(b, first + k, 8, sb));
     return c;
   });
 }
@@ -294,7 +384,8 @@ void decode_dot(Decoder& d, Instr& i) {
   i.fn = d.ast->opcode == "dp4a" ? dp4a : dp2a;
 }
 
-// --- Comparison and selection ------------------------------------------------------------------------------------------
+// --- Comparison and selection
+// ------------------------------------------------------------------------------------------
 
 enum Compare : uint8_t { Eq, Ne, Lt, Le, Gt, Ge };
 enum BoolOp : uint8_t { NoBool, BoolAnd, BoolOr, BoolXor };
@@ -311,12 +402,18 @@ Mask lanes_where(Exec& x, const Instr& i, F f) {
 template <class T>
 Mask compare(Exec& x, const Instr& i) {
   switch (i.choice) {
-    case Eq: return lanes_where<T>(x, i, [](T a, T b) { return a == b; });
-    case Ne: return lanes_where<T>(x, i, [](T a, T b) { return a != b; });
-    case Lt: return lanes_where<T>(x, i, [](T a, T b) { return a < b; });
-    case Le: return lanes_where<T>(x, i, [](T a, T b) { return a <= b; });
-    case Gt: return lanes_where<T>(x, i, [](T a, T b) { return a > b; });
-    default: return lanes_where<T>(x, i, [](T a, T b) { return a >= b; });
+    case Eq:
+      return lanes_where<T>(x, i, [](T a, T b) { return a == b; });
+    case Ne:
+      return lanes_where<T>(x, i, [](T a, T b) { return a != b; });
+    case Lt:
+      return lanes_where<T>(x, i, [](T a, T b) { return a < b; });
+    case Le:
+      return lanes_where<T>(x, i, [](T a, T b) { return a <= b; });
+    case Gt:
+      return lanes_where<T>(x, i, [](T a, T b) { return a > b; });
+    default:
+      return lanes_where<T>(x, i, [](T a, T b) { return a >= b; });
   }
 }
 
@@ -355,16 +452,22 @@ void decode_setp(Decoder& d, Instr& i) {
   if (t == Type::B64) t = Type::U64;
   i.type = t;
   decode_compare_operands(d, i, d.slot(1), t);
-  i.fn = t == Type::U16 ? Handler(setp<uint16_t>) : t == Type::S16 ? Handler(setp<int16_t>)
-       : t == Type::U32 ? Handler(setp<uint32_t>) : t == Type::S32 ? Handler(setp<int32_t>)
-       : t == Type::U64 ? Handler(setp<uint64_t>) : Handler(setp<int64_t>);
+  i.fn = t == Type::U16   ? Handler(setp<uint16_t>)
+         : t == Type::S16 ? Handler(setp<int16_t>)
+         : t == Type::U32 ? Handler(setp<uint32_t>)
+         : t == Type::S32 ? Handler(setp<int32_t>)
+         : t == Type::U64 ? Handler(setp<uint64_t>)
+                          : Handler(setp<int64_t>);
 }
 
 template <class D>
 Handler set_handler(Type t) {
-  return t == Type::U16 || t == Type::B16 ? Handler(set<uint16_t, D>) : t == Type::S16 ? Handler(set<int16_t, D>)
-       : t == Type::U32 || t == Type::B32 ? Handler(set<uint32_t, D>) : t == Type::S32 ? Handler(set<int32_t, D>)
-       : t == Type::U64 || t == Type::B64 ? Handler(set<uint64_t, D>) : Handler(set<int64_t, D>);
+  return t == Type::U16 || t == Type::B16   ? Handler(set<uint16_t, D>)
+         : t == Type::S16                   ? Handler(set<int16_t, D>)
+         : t == Type::U32 || t == Type::B32 ? Handler(set<uint32_t, D>)
+         : t == Type::S32                   ? Handler(set<int32_t, D>)
+         : t == Type::U64 || t == Type::B64 ? Handler(set<uint64_t, D>)
+                                            : Handler(set<int64_t, D>);
 }
 
 void decode_set(Decoder& d, Instr& i) {
@@ -396,7 +499,9 @@ void decode_selp(Decoder& d, Instr& i) {
   i.type = t;
   d.operands(i, t, {t, t, Type::Pred});
   i.taint = Taint::Select;
-  i.fn = bytes_of(t) == 8 ? Handler(selp<uint64_t>) : bytes_of(t) == 2 ? Handler(selp<uint16_t>) : Handler(selp<uint32_t>);
+  i.fn = bytes_of(t) == 8   ? Handler(selp<uint64_t>)
+         : bytes_of(t) == 2 ? Handler(selp<uint16_t>)
+                            : Handler(selp<uint32_t>);
 }
 
 template <class T, class C>
@@ -407,9 +512,9 @@ void decode_slct(Decoder& d, Instr& i) {
   const Type c = d.last_type(), t = d.slot_type(d.matched.size() - 2);
   d.operands(i, t, {t, t, c});
   const bool f = c == Type::F32;
-  i.fn = bytes_of(t) == 8 ? (f ? Handler(slct<uint64_t, float>) : Handler(slct<uint64_t, int32_t>))
-       : bytes_of(t) == 2 ? (f ? Handler(slct<uint16_t, float>) : Handler(slct<uint16_t, int32_t>))
-                          : (f ? Handler(slct<uint32_t, float>) : Handler(slct<uint32_t, int32_t>));
+  i.fn = bytes_of(t) == 8   ? (f ? Handler(slct<uint64_t, float>) : Handler(slct<uint64_t, int32_t>))
+         : bytes_of(t) == 2 ? (f ? Handler(slct<uint16_t, float>) : Handler(slct<uint16_t, int32_t>))
+                            : (f ? Handler(slct<uint32_t, float>) : Handler(slct<uint32_t, int32_t>));
 }
 
 constexpr const char* kInteger = "Integer Arithmetic Instructions";
@@ -446,8 +551,11 @@ const Form kForms[] = {
     {"subc{.cc}(.u32|.s32|.u64|.s64)", kExtended, decode_subc},
     {"mad(.hi|.lo)(.cc)(.u32|.s32|.u64|.s64)", kExtended, decode_mad_cc},
     {"madc(.hi|.lo){.cc}(.u32|.s32|.u64|.s64)", kExtended, decode_madc},
-    {"setp(.eq|.ne|.lt|.le|.gt|.ge|.lo|.ls|.hi|.hs){.and|.or|.xor}(.b16|.b32|.b64|" ALL_INTEGERS ")", kCompare, decode_setp},
-    {"set(.eq|.ne|.lt|.le|.gt|.ge|.lo|.ls|.hi|.hs){.and|.or|.xor}(.u32|.s32|.f32)(.b16|.b32|.b64|" ALL_INTEGERS ")", kCompare, decode_set},
+    {"setp(.eq|.ne|.lt|.le|.gt|.ge|.lo|.ls|.hi|.hs){.and|.or|.xor}(.b16|.b32|.b64|" ALL_INTEGERS ")",
+     kCompare, decode_setp},
+    {"set(.eq|.ne|.lt|.le|.gt|.ge|.lo|.ls|.hi|.hs){.and|.or|.xor}(.u32|.s32|.f32)(.b16|.b32|."
+     "b64|" ALL_INTEGERS ")",
+     kCompare, decode_set},
     {"selp(.b16|.b32|.b64|" ALL_INTEGERS "|.f32|.f64)", kCompare, decode_selp},
     {"slct(.b16|.b32|.b64|" ALL_INTEGERS "|.f32|.f64)(.s32)", kCompare, decode_slct},
     {"slct{.ftz}(.b16|.b32|.b64|" ALL_INTEGERS "|.f32|.f64)(.f32)", kCompare, decode_slct},

@@ -1,9 +1,10 @@
 // wgmma: asynchronous matrix operations of a warpgroup.
 // Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 //
-// The k-th wgmma of each of a warpgroup's four warps form one operation. It executes, in order, some time after the
-// last warp has issued it; its results reach the registers' visible state at the wait. Until then its registers count
-// as undefined. A plain copy of such a register is followed (PTX compilers emit copies that the assembler removes).
+// The k-th wgmma of each of a warpgroup's four warps form one operation. It executes, in order, some time
+// after the last warp has issued it; its results reach the registers' visible state at the wait. Until then
+// its registers count as undefined. A plain copy of such a register is followed (PTX compilers emit copies
+// that the assembler removes).
 #include <algorithm>
 #include <set>
 
@@ -25,7 +26,8 @@ struct Wgmma {
   bool executed = false;
   Agent agent = 0;
   uint32_t count = 0;
-  std::vector<std::pair<uint32_t, uint32_t>> copies[4];  // per warp: result register -> register it was copied to
+  std::vector<std::pair<uint32_t, uint32_t>>
+      copies[4];  // per warp: result register -> register it was copied to
   const Ref* d(int k) const { return &program->extra[instr->extra + static_cast<uint32_t>(k)]; }
   const Ref* a(int k) const { return d(wgmma::d_registers(shape) + k); }
 };
@@ -46,7 +48,9 @@ namespace {
 using wgmma::Accumulator;
 namespace wg = megagen::wgmma;
 
-uint32_t* word(Warp& w, uint32_t off, int lane) { return reinterpret_cast<uint32_t*>(w.registers + off + lane * 4); }
+uint32_t* word(Warp& w, uint32_t off, int lane) {
+  return reinterpret_cast<uint32_t*>(w.registers + off + lane * 4);
+}
 
 struct Operand {
   uint8_t tile[256 * wg::kTileRowBytes];
@@ -65,30 +69,41 @@ void gather_shared(Wgmma& op, uint64_t bits, bool mn_major, int rows, Operand& o
   for (int k = 0; k < 3; ++k) by.also[k] = &op.clocks[k + 1];
   const wg::Descriptor d = wg::Descriptor::decode(bits);
   bool any_undefined = false;
-  wg::gather(d, mn_major, rows, [&](uint32_t address, uint8_t* to) {
-    if (address < kSharedReserved || address + 16 > region.size) {
-      fail(ErrorKind::MemoryFault, format("the matrix descriptor 0x%llx reaches shared address 0x%x, outside the CTA's shared memory",
-                                          static_cast<unsigned long long>(bits), address));
-    }
-    op.m->history.read(region, address, 16, by);
-    memcpy(to, region.data + address, 16);
-    any_undefined |= !is_zero(region.undefined + address, 16);
-  }, out.tile);
+  wg::gather(
+      d, mn_major, rows,
+      [&](uint32_t address, uint8_t* to) {
+        if (address < kSharedReserved || address + 16 > region.size) {
+          fail(
+              ErrorKind::MemoryFault,
+              format(
+                  "the matrix descriptor 0x%llx reaches shared address 0x%x, outside the CTA's shared memory",
+                  static_cast<unsigned long long>(bits), address));
+        }
+        op.m->history.read(region, address, 16, by);
+        memcpy(to, region.data + address, 16);
+        any_undefined |= !is_zero(region.undefined + address, 16);
+      },
+      out.tile);
   std::fill(out.undefined, out.undefined + rows, false);
   if (!any_undefined) return;
   std::vector<uint8_t> shadow(static_cast<size_t>(rows) * wg::kTileRowBytes);
-  wg::gather(d, mn_major, rows, [&](uint32_t address, uint8_t* to) { memcpy(to, region.undefined + address, 16); }, shadow.data());
-  for (int r = 0; r < rows; ++r) out.undefined[r] = !is_zero(&shadow[static_cast<size_t>(r) * wg::kTileRowBytes], wg::kTileRowBytes);
+  wg::gather(
+      d, mn_major, rows, [&](uint32_t address, uint8_t* to) { memcpy(to, region.undefined + address, 16); },
+      shadow.data());
+  for (int r = 0; r < rows; ++r)
+    out.undefined[r] = !is_zero(&shadow[static_cast<size_t>(r) * wg::kTileRowBytes], wg::kTileRowBytes);
 }
 
 void gather_registers(Wgmma& op, Operand& out) {
   std::fill(out.undefined, out.undefined + wg::kRows, false);
-  wg::gather_fragments([&](int thread, int r) {
-    Warp& w = *op.warps[thread / 32];
-    const uint32_t off = op.a(r)->off;
-    if (w.undefined[off >> 7] >> (thread % 32) & 1) out.undefined[wg::a_row(thread, r)] = true;
-    return *word(w, off, thread % 32);
-  }, out.tile);
+  wg::gather_fragments(
+      [&](int thread, int r) {
+        Warp& w = *op.warps[thread / 32];
+        const uint32_t off = op.a(r)->off;
+        if (w.undefined[off >> 7] >> (thread % 32) & 1) out.undefined[wg::a_row(thread, r)] = true;
+        return *word(w, off, thread % 32);
+      },
+      out.tile);
 }
 
 void execute(Wgmma& op) {
@@ -97,7 +112,8 @@ void execute(Wgmma& op) {
   static thread_local bool undefined[wg::kRows * 256];
   Machine& m = *op.m;
   m.async_program = op.program;
-  const int n = op.shape.n, registers = wg::d_registers(op.shape), pack = op.shape.d == Accumulator::F16 ? 2 : 1;
+  const int n = op.shape.n, registers = wg::d_registers(op.shape),
+            pack = op.shape.d == Accumulator::F16 ? 2 : 1;
   if (op.a_in_registers) {
     gather_registers(op, a);
   } else {
@@ -108,7 +124,9 @@ void execute(Wgmma& op) {
   shape.scale_d = op.scale_d;
   std::fill(undefined, undefined + wg::kRows * n, false);
   if (op.scale_d) {
-    wg::load_d(shape, [&](int thread, int r) { return *word(*op.warps[thread / 32], op.d(r)->off, thread % 32); }, d);
+    wg::load_d(
+        shape, [&](int thread, int r) { return *word(*op.warps[thread / 32], op.d(r)->off, thread % 32); },
+        d);
   }
   bool any = false;
   for (int r = 0; r < registers; ++r) {
@@ -117,18 +135,22 @@ void execute(Wgmma& op) {
       const Mask before = op.scale_d && it != op.warps[w]->in_flight.end() ? it->second.undefined : 0;
       for (Mask rest = before; rest; rest &= rest - 1) {
         const int thread = w * 32 + __builtin_ctz(rest);
-        for (int e = 0; e < pack; ++e) undefined[wg::d_row(thread, r * pack + e) * n + wg::d_column(thread, r * pack + e)] = true;
+        for (int e = 0; e < pack; ++e)
+          undefined[wg::d_row(thread, r * pack + e) * n + wg::d_column(thread, r * pack + e)] = true;
         any = true;
       }
     }
   }
   wg::multiply(shape, wg::hopper_model(shape.a), a.tile, b.tile, d);
   for (int row = 0; row < wg::kRows; ++row) {
-    for (int column = 0; column < n; ++column) undefined[row * n + column] |= a.undefined[row] || b.undefined[column];
+    for (int column = 0; column < n; ++column)
+      undefined[row * n + column] |= a.undefined[row] || b.undefined[column];
   }
   for (int k = 0; k < wg::kRows; ++k) any |= a.undefined[k];
   for (int k = 0; k < n; ++k) any |= b.undefined[k];
-  wg::store_d(shape, d, [&](int thread, int r, uint32_t value) { *word(*op.warps[thread / 32], op.d(r)->off, thread % 32) = value; });
+  wg::store_d(shape, d, [&](int thread, int r, uint32_t value) {
+    *word(*op.warps[thread / 32], op.d(r)->off, thread % 32) = value;
+  });
   for (int w = 0; w < 4; ++w) {
     Warp& warp = *op.warps[w];
     for (int r = 0; r < registers; ++r) {
@@ -136,7 +158,9 @@ void execute(Wgmma& op) {
       for (int l = 0; any && l < kLanes; ++l) {
         for (int e = 0; e < pack; ++e) {
           const int thread = w * 32 + l;
-          lanes |= static_cast<Mask>(undefined[wg::d_row(thread, r * pack + e) * n + wg::d_column(thread, r * pack + e)]) << l;
+          lanes |= static_cast<Mask>(
+                       undefined[wg::d_row(thread, r * pack + e) * n + wg::d_column(thread, r * pack + e)])
+                   << l;
         }
       }
       const auto it = warp.in_flight.find(op.d(r)->off);
@@ -169,7 +193,10 @@ void schedule(Machine& m, Cta& cta, size_t index) {
       execute(*op);
     } catch (const Error& e) {
       if (e.located) throw;
-      throw Error(e.kind, "wgmma issued by " + m.name_of(*op->warps[0]) + " at " + op->program->describe(*op->instr) + ": " + e.what(), true);
+      throw Error(e.kind,
+                  "wgmma issued by " + m.name_of(*op->warps[0]) + " at " + op->program->describe(*op->instr) +
+                      ": " + e.what(),
+                  true);
     }
     auto& g = cta.warpgroups[index];
     g.queue.pop_front();
@@ -180,8 +207,18 @@ void schedule(Machine& m, Cta& cta, size_t index) {
 }
 
 /// op[0] A descriptor (absent in register form), op[1] B descriptor, op[2] scale-d predicate;
-/// flags: 1 A in registers, 2 scale-d is constant, 4 and true; type/type2/choice/vector: shape (see shape_of).
-enum : uint16_t { kRegisters = 1, kConstant = 2, kScale = 4, kNegateA = 8, kNegateB = 16, kTransposeA = 32, kTransposeB = 64, kSatfinite = 128 };
+/// flags: 1 A in registers, 2 scale-d is constant, 4 and true; type/type2/choice/vector: shape (see
+/// shape_of).
+enum : uint16_t {
+  kRegisters = 1,
+  kConstant = 2,
+  kScale = 4,
+  kNegateA = 8,
+  kNegateB = 16,
+  kTransposeA = 32,
+  kTransposeB = 64,
+  kSatfinite = 128
+};
 
 wg::Instruction shape_of(const Instr& i) {
   wg::Instruction s;
@@ -199,13 +236,17 @@ wg::Instruction shape_of(const Instr& i) {
 
 void mma_async(Exec& x, const Instr& i) {
   if (!x.converge(i)) return;
-  if (x.mask != kAllLanes) fail(ErrorKind::Emulator, "wgmma needs all lanes of the warp (undefined behaviour)");
+  if (x.mask != kAllLanes)
+    fail(ErrorKind::Emulator, "wgmma needs all lanes of the warp (undefined behaviour)");
   Cta& cta = x.cta();
   const auto index = static_cast<size_t>(x.w.index / 4);
   const int member = x.w.index % 4;
-  if ((index + 1) * 4 > cta.warps.size()) fail(ErrorKind::Emulator, "wgmma in an incomplete warpgroup (undefined behaviour)");
+  if ((index + 1) * 4 > cta.warps.size())
+    fail(ErrorKind::Emulator, "wgmma in an incomplete warpgroup (undefined behaviour)");
   if (x.w.wgmma_touched) {
-    fail(ErrorKind::DataRace, "registers of a wgmma were accessed (or none was issued before), and no wgmma.fence orders that before this one");
+    fail(ErrorKind::DataRace,
+         "registers of a wgmma were accessed (or none was issued before), and no wgmma.fence orders that "
+         "before this one");
   }
   const bool in_registers = i.flags & kRegisters;
   if (!in_registers) x.require_defined(i.op[0], "descriptor of A");
@@ -214,7 +255,8 @@ void mma_async(Exec& x, const Instr& i) {
   if (!(i.flags & kConstant)) {
     if (x.undefined(i.op[2])) fail(ErrorKind::UninitializedUse, "scale-d is undefined");
     const Mask p = x.predicate(i.op[2]);
-    if (p != 0 && p != kAllLanes) fail(ErrorKind::Emulator, "scale-d differs among the lanes (undefined behaviour)");
+    if (p != 0 && p != kAllLanes)
+      fail(ErrorKind::Emulator, "scale-d differs among the lanes (undefined behaviour)");
     scale = p != 0;
   }
   const uint64_t a = in_registers ? 0 : x.value(i.op[0], 0), b = x.value(i.op[1], 0);
@@ -243,7 +285,9 @@ void mma_async(Exec& x, const Instr& i) {
   }
   const std::shared_ptr<Wgmma> op = group.queue[number - group.first];
   if (op->instr != &i || op->a_descriptor != a || op->b_descriptor != b || op->scale_d != scale) {
-    fail(ErrorKind::Emulator, "the warps of a warpgroup execute different wgmma operations (undefined behaviour); another warp: " + x.program.describe(*op->instr));
+    fail(ErrorKind::Emulator,
+         "the warps of a warpgroup execute different wgmma operations (undefined behaviour); another warp: " +
+             x.program.describe(*op->instr));
   }
   op->warps[member] = &x.w;
   op->clocks[member] = x.publish(kAllLanes);
@@ -312,8 +356,14 @@ void decode_wait(Decoder& d, Instr& i) {
 }
 
 wg::Type operand_type(const std::string& m) {
-  return m == ".f16" ? wg::Type::F16 : m == ".bf16" ? wg::Type::BF16 : m == ".tf32" ? wg::Type::TF32 : m == ".e4m3" ? wg::Type::E4M3
-       : m == ".e5m2" ? wg::Type::E5M2 : m == ".s8" ? wg::Type::S8 : m == ".u8" ? wg::Type::U8 : wg::Type::B1;
+  return m == ".f16"    ? wg::Type::F16
+         : m == ".bf16" ? wg::Type::BF16
+         : m == ".tf32" ? wg::Type::TF32
+         : m == ".e4m3" ? wg::Type::E4M3
+         : m == ".e5m2" ? wg::Type::E5M2
+         : m == ".s8"   ? wg::Type::S8
+         : m == ".u8"   ? wg::Type::U8
+                        : wg::Type::B1;
 }
 
 int64_t constant(Decoder& d, size_t k) {
@@ -328,7 +378,9 @@ void decode_mma(Decoder& d, Instr& i) {
   if (d.has(".satfinite")) i.flags |= kSatfinite;
   if (d.slot(4).empty() || d.slot(4) == ".satfinite") s = 5;
   const std::string& dt = d.slot(s);
-  i.vector = static_cast<uint8_t>(dt == ".f32" ? Accumulator::F32 : dt == ".f16" ? Accumulator::F16 : Accumulator::S32);
+  i.vector = static_cast<uint8_t>(dt == ".f32"   ? Accumulator::F32
+                                  : dt == ".f16" ? Accumulator::F16
+                                                 : Accumulator::S32);
   const wg::Type a = operand_type(d.slot(s + 1)), b = operand_type(d.slot(s + 2));
   i.choice = static_cast<uint8_t>(static_cast<int>(a) | static_cast<int>(b) << 4);
   i.target = n;
@@ -362,7 +414,8 @@ void decode_mma(Decoder& d, Instr& i) {
   if (const char* why = wg::invalid(shape)) d.unsupported(why);
   if (k != wg::depth(a)) d.unsupported("K of the shape doesn't fit the operand type");
   const auto expected = static_cast<uint32_t>(wg::d_registers(shape) + (i.flags & kRegisters ? 4 : 0));
-  if (i.extra_count != expected) d.unsupported(format("%u registers where %u were expected", i.extra_count, expected));
+  if (i.extra_count != expected)
+    d.unsupported(format("%u registers where %u were expected", i.extra_count, expected));
   d.program().uses_wgmma = true;
   i.fn = mma_async;
 }
@@ -406,7 +459,9 @@ void mark_wgmma_registers(Program& p) {
   for (Instr& i : p.code) {
     const std::string pattern = i.form ? i.form->pattern : "";
     if (i.fn == mma_async || pattern.rfind("mov", 0) == 0) continue;
-    const auto touches = [&](const Ref& r) { return r.kind == Ref::Value && r.bank == 0 && used.count(r.off); };
+    const auto touches = [&](const Ref& r) {
+      return r.kind == Ref::Value && r.bank == 0 && used.count(r.off);
+    };
     for (const Ref& r : i.op) i.touches_wgmma |= touches(r);
     for (uint32_t k = 0; k < i.extra_count; ++k) i.touches_wgmma |= touches(p.extra[i.extra + k]);
   }

@@ -20,7 +20,8 @@ Mbarrier& known_mbarrier(const Exec& x, const Place& p, Mask lanes) {
     Mask inside = g.lanes & lanes;
     if (agent_of(b.init) == x.w.agent) inside &= ~(1u << lane_of(b.init));
     if (inside && !g.clock.before.knows(agent_of(b.init), lane_of(b.init), count_of(b.init))) {
-      fail(ErrorKind::DataRace, "the use of the " + mbarrier_text(b) + " isn't ordered after its initialization");
+      fail(ErrorKind::DataRace,
+           "the use of the " + mbarrier_text(b) + " isn't ordered after its initialization");
     }
   }
   return b;
@@ -36,13 +37,17 @@ void init(Exec& x, const Instr& i) {
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     const Place p = place_of(x, i, 1, l);
-    if (!p.region->is_shared() || p.region->cta != &x.cta()) fail(ErrorKind::MemoryFault, "mbarrier.init needs this CTA's shared memory");
+    if (!p.region->is_shared() || p.region->cta != &x.cta())
+      fail(ErrorKind::MemoryFault, "mbarrier.init needs this CTA's shared memory");
     const auto count = static_cast<uint32_t>(x.value(i.op[2], l));
-    if (count < 1 || count > kMbarrierMaxCount) fail(ErrorKind::Emulator, format("mbarrier.init with count %u: must be 1 to %u", count, kMbarrierMaxCount));
+    if (count < 1 || count > kMbarrierMaxCount)
+      fail(ErrorKind::Emulator,
+           format("mbarrier.init with count %u: must be 1 to %u", count, kMbarrierMaxCount));
     const Accessor by = x.accessor(l, uint32_t{0});
     x.m.history.write(*p.region, p.offset, 8, by);
     auto& slot = p.region->mbarriers[static_cast<uint32_t>(p.offset)];
-    if (slot && !slot->waiters.empty()) fail(ErrorKind::MemoryFault, "mbarrier.init of an mbarrier that threads wait on");
+    if (slot && !slot->waiters.empty())
+      fail(ErrorKind::MemoryFault, "mbarrier.init of an mbarrier that threads wait on");
     slot = std::make_unique<Mbarrier>();
     Mbarrier& b = *slot;
     b.region = p.region;
@@ -72,7 +77,8 @@ void inval(Exec& x, const Instr& i) {
     const int l = __builtin_ctz(rest);
     const Place p = place_of(x, i, 1, l);
     Mbarrier& b = known_mbarrier(x, p, 1u << l);
-    if (!b.waiters.empty()) fail(ErrorKind::MemoryFault, "mbarrier.inval of an mbarrier that threads wait on");
+    if (!b.waiters.empty())
+      fail(ErrorKind::MemoryFault, "mbarrier.inval of an mbarrier that threads wait on");
     p.region->mbarriers.erase(static_cast<uint32_t>(p.offset));
     memset(p.undefined(), 0xFF, 8);
     x.m.history.write(*p.region, p.offset, 8, x.accessor(l, uint32_t{0}));
@@ -123,8 +129,8 @@ void arrive(Exec& x, const Instr& i) {
   x.require_defined(i.op[1], "address");
   if (i.op[2].kind) x.require_defined(i.op[2], "arrival count");
   if (i.op[3].kind) x.require_defined(i.op[3], "transaction count");
-  if ((x.mask & (x.mask - 1)) && !i.op[0].kind && !i.op[2].kind && !i.op[3].kind && !(i.flags & (kDrop | kNoComplete)) &&
-      same_place(x, i, x.mask) == x.mask) {  // many lanes, one mbarrier
+  if ((x.mask & (x.mask - 1)) && !i.op[0].kind && !i.op[2].kind && !i.op[3].kind &&
+      !(i.flags & (kDrop | kNoComplete)) && same_place(x, i, x.mask) == x.mask) {  // many lanes, one mbarrier
     Mbarrier& b = known_mbarrier(x, place_of(x, i, 1, __builtin_ctz(x.mask)), x.mask);
     const auto count = static_cast<uint32_t>(__builtin_popcount(x.mask));
     if (count <= b.pending) {
@@ -141,17 +147,22 @@ void arrive(Exec& x, const Instr& i) {
     const Place p = place_of(x, i, 1, l);
     Mbarrier& b = known_mbarrier(x, p, 1u << l);
     const bool remote = p.region->cta != &x.cta();
-    if (remote && i.op[0].kind == Ref::Value) fail(ErrorKind::MemoryFault, "an arrive on another CTA's mbarrier can't return its state (use _)");
+    if (remote && i.op[0].kind == Ref::Value)
+      fail(ErrorKind::MemoryFault, "an arrive on another CTA's mbarrier can't return its state (use _)");
     const uint32_t count = operand_or(x, i.op[2], l, 1);
-    if (count < 1 || count > kMbarrierMaxCount) fail(ErrorKind::Emulator, format("arrival count %u: must be 1 to %u", count, kMbarrierMaxCount));
+    if (count < 1 || count > kMbarrierMaxCount)
+      fail(ErrorKind::Emulator, format("arrival count %u: must be 1 to %u", count, kMbarrierMaxCount));
     if (i.op[3].kind) mbarrier_expect(b, static_cast<int64_t>(static_cast<uint32_t>(x.value(i.op[3], l))));
     const uint64_t state = state_of(b);
     if (i.flags & kDrop) {
-      if (count > b.expected) fail(ErrorKind::MemoryFault, "arrive_drop of more than the expected count of the " + mbarrier_text(b));
+      if (count > b.expected)
+        fail(ErrorKind::MemoryFault,
+             "arrive_drop of more than the expected count of the " + mbarrier_text(b));
       b.expected -= count;
     }
     if ((i.flags & kNoComplete) && count >= b.pending && b.tx == 0) {
-      fail(ErrorKind::Emulator, "arrive.noComplete completes the phase of the " + mbarrier_text(b) + " (undefined behaviour)");
+      fail(ErrorKind::Emulator,
+           "arrive.noComplete completes the phase of the " + mbarrier_text(b) + " (undefined behaviour)");
     }
     if (i.flags & kRelaxed) {
       mbarrier_arrive(x.m, b, count, nullptr);
@@ -180,7 +191,9 @@ void decode_arrive(Decoder& d, Instr& i) {
   } else if (d.count() > k + 1) {
     i.op[2] = d.source(d.operand(k + 1), Type::U32);
   }
-  i.flags = static_cast<uint16_t>((d.has(".relaxed") ? kRelaxed : 0) | (d.slot(0) == ".arrive_drop" ? kDrop : 0) | (d.has(".noComplete") ? kNoComplete : 0));
+  i.flags =
+      static_cast<uint16_t>((d.has(".relaxed") ? kRelaxed : 0) | (d.slot(0) == ".arrive_drop" ? kDrop : 0) |
+                            (d.has(".noComplete") ? kNoComplete : 0));
   i.fn = arrive;
 }
 
@@ -203,7 +216,9 @@ void wait(Exec& x, const Instr& i) {
     for (Mask look = lanes; look; look &= look - 1) {
       const int l = __builtin_ctz(look);
       const uint64_t v = x.value(i.op[2], l);
-      done |= static_cast<Mask>(i.flags & kParity ? b.completed(static_cast<uint32_t>(v) & 1) : b.phase > v >> 20) << l;
+      done |=
+          static_cast<Mask>(i.flags & kParity ? b.completed(static_cast<uint32_t>(v) & 1) : b.phase > v >> 20)
+          << l;
     }
     complete |= done;
     if (done && !(i.flags & kRelaxed)) x.acquire(done, b.done);
@@ -212,6 +227,7 @@ void wait(Exec& x, const Instr& i) {
   if ((i.flags & kTry) && !complete && !x.f->give_up && x.m.random.below(16) != 0) {
     x.f->parity = static_cast<uint32_t>(x.value(i.op[2], __builtin_ctz(x.mask))) & 1;
     x.block(Wait::Mbarrier, open.front()->region->base + open.front()->offset);
+    x.f->wake_time = x.m.tick + kWaitTicks / 2;
     for (Mbarrier* b : open) b->waiters.push_back({&x.w, x.f});
     x.f->awaited = std::move(open);
     return;
@@ -221,7 +237,8 @@ void wait(Exec& x, const Instr& i) {
 }
 void decode_wait(Decoder& d, Instr& i) {
   i.space = space_from(d, Space::Generic);
-  i.flags = static_cast<uint16_t>((d.has(".relaxed") ? kRelaxed : 0) | (d.has(".parity") ? kParity : 0) | (d.slot(0) == ".try_wait" ? kTry : 0));
+  i.flags = static_cast<uint16_t>((d.has(".relaxed") ? kRelaxed : 0) | (d.has(".parity") ? kParity : 0) |
+                                  (d.slot(0) == ".try_wait" ? kTry : 0));
   i.op[0] = d.predicate(d.operand(0));
   d.address(i, d.operand(1), 1);
   i.op[2] = d.source(d.operand(2), d.has(".parity") ? Type::U32 : Type::B64);
@@ -250,8 +267,11 @@ const Form kForms[] = {
     {"mbarrier(.inval)" SHARED "(.b64)", kMbarrier, decode_inval},
     {"mbarrier(.expect_tx){.relaxed}{.cta|.cluster}" ANY_SHARED "(.b64)", kMbarrier, decode_expect_tx},
     {"mbarrier(.complete_tx){.relaxed}{.cta|.cluster}" ANY_SHARED "(.b64)", kMbarrier, decode_expect_tx},
-    {"mbarrier(.arrive|.arrive_drop){.expect_tx|.noComplete}{.release|.relaxed}{.cta|.cluster}" ANY_SHARED "(.b64)", kMbarrier, decode_arrive},
-    {"mbarrier(.test_wait|.try_wait){.parity}{.acquire|.relaxed}{.cta|.cluster}" SHARED "(.b64)", kMbarrier, decode_wait},
+    {"mbarrier(.arrive|.arrive_drop){.expect_tx|.noComplete}{.release|.relaxed}{.cta|.cluster}" ANY_SHARED
+     "(.b64)",
+     kMbarrier, decode_arrive},
+    {"mbarrier(.test_wait|.try_wait){.parity}{.acquire|.relaxed}{.cta|.cluster}" SHARED "(.b64)", kMbarrier,
+     decode_wait},
     {"mbarrier(.pending_count)(.b64)", kMbarrier, decode_pending_count},
 };
 

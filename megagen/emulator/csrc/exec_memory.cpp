@@ -22,21 +22,21 @@ void to_registers(const Exec& x, const Instr& i, int lane, const uint8_t* data, 
     }
     uint64_t value = 0, bits = 0;
     memcpy(&value, from, bytes);
-    if (is_signed(i.type) && bytes < 8 && (value >> (8 * bytes - 1) & 1)) value |= ~uint64_t{0} << (8 * bytes);
+    if (is_signed(i.type) && bytes < 8 && (value >> (8 * bytes - 1) & 1))
+      value |= ~uint64_t{0} << (8 * bytes);
     x.set_value(r, lane, value);
     if (clean) {
       x.undef[r.off >> 7] &= ~(1u << lane);
     } else {
       memcpy(&bits, undefined + k * bytes, bytes);
-      if (is_signed(i.type) && bytes < 8 && (bits >> (8 * bytes - 1) & 1)) bits |= ~uint64_t{0} << (8 * bytes);
+      if (is_signed(i.type) && bytes < 8 && (bits >> (8 * bytes - 1) & 1))
+        bits |= ~uint64_t{0} << (8 * bytes);
       x.set_undefined_bits(r, lane, bits);
     }
   }
 }
 
-bool any_loop(const Fragment& f) {
-  return f.loops[0].head >= 0;
-}
+bool any_loop(const Fragment& f) { return f.loops[0].head >= 0; }
 
 void note_weak_read(Exec& x, const LanePlace& p, uint32_t bytes) {
   uint64_t value = 0;
@@ -48,7 +48,8 @@ void acquire_pending(Exec& x, const Instr& i, uint64_t place, Mask readers) {
   if (!readers) return;
   const auto it = x.m.history.variables.find(place);
   if (it == x.m.history.variables.end()) return;
-  x.acquire_from(it->second, readers, i.order == Order::Volatile ? Scope::Sys : i.scope, i.order == Order::Acquire);
+  x.acquire_from(it->second, readers, i.order == Order::Volatile ? Scope::Sys : i.scope,
+                 i.order == Order::Acquire);
 }
 
 void load(Exec& x, const Instr& i) {
@@ -139,7 +140,8 @@ void store(Exec& x, const Instr& i) {
     if (strong) {
       if (i.order == Order::Release || !x.w.fences.empty()) {
         x.release_to(x.m.history.variables[p.canonical()], l, scope, true, i.order == Order::Release);
-      } else if (const auto it = x.m.history.variables.find(p.canonical()); it != x.m.history.variables.end()) {
+      } else if (const auto it = x.m.history.variables.find(p.canonical());
+                 it != x.m.history.variables.end()) {
         it->second.releases.clear();
       }
     }
@@ -167,7 +169,8 @@ void prefetch(Exec& x, const Instr& i) {
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     const uint64_t address = x.address_of(i, 0, l);
-    if (i.choice) lane_place(x, Space::Generic, address, 128, l, 64);  // a tensor map must be there; data need not
+    if (i.choice)
+      lane_place(x, Space::Generic, address, 128, l, 64);  // a tensor map must be there; data need not
   }
 }
 void decode_prefetch(Decoder& d, Instr& i) {
@@ -193,8 +196,9 @@ constexpr const char* kSt = "Data Movement and Conversion Instructions: st";
 constexpr const char* kHint = "Data Movement and Conversion Instructions: prefetch";
 #define SPACES ".global|.shared|.shared::cta|.shared::cluster|.local|.param|.param::entry|.param::func|.const"
 #define CACHE "{.ca|.cg|.cs|.lu|.cv|.wb|.wt}"
-#define HINTS "{.L1::evict_normal|.L1::evict_unchanged|.L1::evict_first|.L1::evict_last|.L1::no_allocate}" \
-              "{.L2::evict_normal|.L2::evict_first|.L2::evict_last}{.L2::cache_hint}{.L2::64B|.L2::128B|.L2::256B}"
+#define HINTS                                                                                  \
+  "{.L1::evict_normal|.L1::evict_unchanged|.L1::evict_first|.L1::evict_last|.L1::no_allocate}" \
+  "{.L2::evict_normal|.L2::evict_first|.L2::evict_last}{.L2::cache_hint}{.L2::64B|.L2::128B|.L2::256B}"
 #define TYPES "{.v2|.v4|.v8}(" MEGAGEN_DATA_TYPES "|.b128)"
 #define SCOPES "(.cta|.cluster|.gpu|.sys)"
 
@@ -212,10 +216,16 @@ const Form kForms[] = {
     {"prefetch{.global|.local}(.L1|.L2|.L2::evict_last|.L2::evict_normal)", kHint, decode_prefetch},
     {"prefetchu(.L1)", kHint, decode_prefetch},
     {"prefetch{.const|.param}(.tensormap)", kHint, decode_prefetch},
-    {"applypriority{.global}(.L2::evict_normal)", "Data Movement and Conversion Instructions: applypriority", decode_prefetch},
-    {"createpolicy(.fractional)(.L2::evict_last|.L2::evict_normal|.L2::evict_first|.L2::evict_unchanged){.L2::evict_first|.L2::evict_unchanged}(.b64)", "Data Movement and Conversion Instructions: createpolicy", decode_policy},
-    {"createpolicy(.range){.global}(.L2::evict_last|.L2::evict_normal|.L2::evict_first|.L2::evict_unchanged){.L2::evict_first|.L2::evict_unchanged}(.b64)", "Data Movement and Conversion Instructions: createpolicy", decode_policy},
-    {"createpolicy(.cvt)(.L2)(.b64)", "Data Movement and Conversion Instructions: createpolicy", decode_policy},
+    {"applypriority{.global}(.L2::evict_normal)", "Data Movement and Conversion Instructions: applypriority",
+     decode_prefetch},
+    {"createpolicy(.fractional)(.L2::evict_last|.L2::evict_normal|.L2::evict_first|.L2::evict_unchanged){.L2:"
+     ":evict_first|.L2::evict_unchanged}(.b64)",
+     "Data Movement and Conversion Instructions: createpolicy", decode_policy},
+    {"createpolicy(.range){.global}(.L2::evict_last|.L2::evict_normal|.L2::evict_first|.L2::evict_unchanged){"
+     ".L2::evict_first|.L2::evict_unchanged}(.b64)",
+     "Data Movement and Conversion Instructions: createpolicy", decode_policy},
+    {"createpolicy(.cvt)(.L2)(.b64)", "Data Movement and Conversion Instructions: createpolicy",
+     decode_policy},
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Exchange among the lanes of a warp, and matrices between shared memory and the registers of a warp.
-// Source: PTX ISA, "Data Movement and Conversion Instructions: shfl.sync", "Parallel Synchronization and Communication
-// Instructions: vote.sync, match.sync, activemask, redux.sync, elect.sync, bar.warp.sync",
+// Source: PTX ISA, "Data Movement and Conversion Instructions: shfl.sync", "Parallel Synchronization and
+// Communication Instructions: vote.sync, match.sync, activemask, redux.sync, elect.sync, bar.warp.sync",
 // "Warp Level Matrix Instructions: ldmatrix, stmatrix, movmatrix".
 #include <cmath>
 
@@ -18,7 +18,8 @@ void extra_predicate(Decoder& d, Instr& i, const AstOperand& o) {
   d.program().extra.push_back(p);
 }
 
-// --- shfl ----------------------------------------------------------------------------------------------------------------
+// --- shfl
+// ----------------------------------------------------------------------------------------------------------------
 
 enum ShuffleMode : uint8_t { Up, Down, Butterfly, Index };
 
@@ -40,10 +41,22 @@ void shfl(Exec& x, const Instr& i) {
     int from;
     bool ok;
     switch (i.choice) {
-      case Up: from = lane - value; ok = from >= highest; break;
-      case Down: from = lane + value; ok = from <= highest; break;
-      case Butterfly: from = lane ^ value; ok = from <= highest; break;
-      default: from = lowest | (value & ~segment & 31); ok = from <= highest; break;
+      case Up:
+        from = lane - value;
+        ok = from >= highest;
+        break;
+      case Down:
+        from = lane + value;
+        ok = from <= highest;
+        break;
+      case Butterfly:
+        from = lane ^ value;
+        ok = from <= highest;
+        break;
+      default:
+        from = lowest | (value & ~segment & 31);
+        ok = from <= highest;
+        break;
     }
     if (!ok) from = lane;
     out[lane] = a[from];
@@ -71,7 +84,8 @@ void decode_shfl(Decoder& d, Instr& i) {
   i.fn = shfl;
 }
 
-// --- vote, match, activemask, elect, redux -------------------------------------------------------------------------------
+// --- vote, match, activemask, elect, redux
+// -------------------------------------------------------------------------------
 
 enum VoteMode : uint8_t { VoteAll, VoteAny, VoteUni, Ballot };
 
@@ -85,9 +99,12 @@ void vote(Exec& x, const Instr& i) {
     for (Mask rest = x.mask; rest; rest &= rest - 1) x.set_undefined_bits(i.op[0], __builtin_ctz(rest), u);
     return;
   }
-  const bool result = i.choice == VoteAll ? yes == x.mask : i.choice == VoteAny ? yes != 0 : yes == 0 || yes == x.mask;
+  const bool result = i.choice == VoteAll   ? yes == x.mask
+                      : i.choice == VoteAny ? yes != 0
+                                            : yes == 0 || yes == x.mask;
   x.set_predicate(i.op[0], result ? kAllLanes : 0);
-  const bool decided = i.choice == VoteAll ? (x.mask & ~yes & ~u) != 0 : i.choice == VoteAny && (yes & ~u) != 0;
+  const bool decided =
+      i.choice == VoteAll ? (x.mask & ~yes & ~u) != 0 : i.choice == VoteAny && (yes & ~u) != 0;
   if (u && !decided) x.set_predicate_undefined(i.op[0], kAllLanes);
 }
 void decode_vote(Decoder& d, Instr& i) {
@@ -114,7 +131,8 @@ void match(Exec& x, const Instr& i) {
   }
   const Mask u = x.undefined(i.op[1]) & x.mask;
   x.store(i.op[0], out);
-  for (Mask rest = x.mask; rest; rest &= rest - 1) x.set_undefined_bits(i.op[0], __builtin_ctz(rest), u ? ~uint64_t{0} : 0);
+  for (Mask rest = x.mask; rest; rest &= rest - 1)
+    x.set_undefined_bits(i.op[0], __builtin_ctz(rest), u ? ~uint64_t{0} : 0);
   if (i.choice && i.extra_count) {
     x.set_predicate(x.program.extra[i.extra], all ? kAllLanes : 0);
     if (u) x.set_predicate_undefined(x.program.extra[i.extra], kAllLanes);
@@ -184,19 +202,32 @@ void redux(Exec& x, const Instr& i) {
     const bool is_signed = i.type == Type::S32;
     const bool less = is_signed ? static_cast<int32_t>(v) < static_cast<int32_t>(r) : v < r;
     switch (i.choice) {
-      case ReduxAdd: r += v; break;
-      case ReduxMin: r = less ? v : r; break;
-      case ReduxMax: r = less ? r : v; break;
-      case ReduxAnd: r &= v; break;
-      case ReduxOr: r |= v; break;
-      default: r ^= v; break;
+      case ReduxAdd:
+        r += v;
+        break;
+      case ReduxMin:
+        r = less ? v : r;
+        break;
+      case ReduxMax:
+        r = less ? r : v;
+        break;
+      case ReduxAnd:
+        r &= v;
+        break;
+      case ReduxOr:
+        r |= v;
+        break;
+      default:
+        r ^= v;
+        break;
     }
   }
   const Mask u = x.undefined(i.op[1]) & x.mask;
   uint32_t out[kLanes];
   for (uint32_t& v : out) v = r;
   x.store(i.op[0], out);
-  for (Mask rest = x.mask; rest; rest &= rest - 1) x.set_undefined_bits(i.op[0], __builtin_ctz(rest), u ? ~uint64_t{0} : 0);
+  for (Mask rest = x.mask; rest; rest &= rest - 1)
+    x.set_undefined_bits(i.op[0], __builtin_ctz(rest), u ? ~uint64_t{0} : 0);
 }
 /// redux.sync.min / max .f32: flags bit 0 .abs, bit 1 .NaN.
 void redux_f32(Exec& x, const Instr& i) {
@@ -216,7 +247,8 @@ void redux_f32(Exec& x, const Instr& i) {
   float out[kLanes];
   for (float& v : out) v = r;
   x.store(i.op[0], out);
-  for (Mask rest = x.mask; rest; rest &= rest - 1) x.set_undefined_bits(i.op[0], __builtin_ctz(rest), u ? ~uint64_t{0} : 0);
+  for (Mask rest = x.mask; rest; rest &= rest - 1)
+    x.set_undefined_bits(i.op[0], __builtin_ctz(rest), u ? ~uint64_t{0} : 0);
 }
 void decode_redux(Decoder& d, Instr& i) {
   static const char* const kNames[] = {".add", ".min", ".max", ".and", ".or", ".xor"};
@@ -239,13 +271,16 @@ void decode_warp_sync(Decoder& d, Instr& i) {
   i.fn = warp_sync;
 }
 
-// --- Matrices ------------------------------------------------------------------------------------------------------------
+// --- Matrices
+// ------------------------------------------------------------------------------------------------------------
 
-/// Rows of 8x8 matrices of 16-bit elements: lane 8m + r gives the address of row r of matrix m. flags: .trans.
+/// Rows of 8x8 matrices of 16-bit elements: lane 8m + r gives the address of row r of matrix m. flags:
+/// .trans.
 template <bool kLoad>
 void matrix8x8(Exec& x, const Instr& i) {
   if (!x.converge(i)) return;
-  if (x.mask != kAllLanes) fail(ErrorKind::Emulator, "ldmatrix and stmatrix need all 32 lanes (undefined behaviour)");
+  if (x.mask != kAllLanes)
+    fail(ErrorKind::Emulator, "ldmatrix and stmatrix need all 32 lanes (undefined behaviour)");
   const uint32_t matrices = i.vector;
   LanePlace rows[32];
   const Mask addressed = matrices == 4 ? kAllLanes : (1u << (8 * matrices)) - 1;
@@ -257,7 +292,8 @@ void matrix8x8(Exec& x, const Instr& i) {
   }
   for (uint32_t k = 0; k < 8 * matrices; ++k) {
     rows[k] = lane_place(x, i.space, x.address_of(i, 1, static_cast<int>(k)), 16, static_cast<int>(k), 16);
-    if (!rows[k].region || !rows[k].region->is_shared()) fail(ErrorKind::MemoryFault, "ldmatrix and stmatrix work on shared memory");
+    if (!rows[k].region || !rows[k].region->is_shared())
+      fail(ErrorKind::MemoryFault, "ldmatrix and stmatrix work on shared memory");
     if (!kLoad) require_writable(rows[k], 16);
   }
   for (uint32_t m = 0; m < matrices; ++m) {
@@ -343,11 +379,16 @@ const Form kForms[] = {
     {"redux(.sync)(.and|.or|.xor)(.b32)", kSync, decode_redux},
     {"redux(.sync)(.min|.max){.abs}{.NaN}(.f32)", kSync, decode_redux},
     {"bar(.warp)(.sync)", kSync, decode_warp_sync},
-    {"ldmatrix(.sync)(.aligned)(.m8n8)(.x1|.x2|.x4){.trans}{.shared|.shared::cta}(.b16)", kMatrix, decode_matrix},
-    {"stmatrix(.sync)(.aligned)(.m8n8)(.x1|.x2|.x4){.trans}{.shared|.shared::cta}(.b16)", kMatrix, decode_matrix},
-    {"stmatrix(.sync)(.aligned)(.x1|.x2|.x4)(.m8n8){.trans}{.shared|.shared::cta}(.b16)", kMatrix, decode_matrix},
-    {"stmatrix(.sync)(.aligned)(.x1|.x2|.x4)(.m8n8)(.shared|.shared::cta)(.b16)(.trans)", kMatrix, decode_matrix},
-    {"movmatrix(.sync)(.aligned)(.m8n8)(.trans)(.b16)", "Warp Level Matrix Instructions: movmatrix", decode_movmatrix},
+    {"ldmatrix(.sync)(.aligned)(.m8n8)(.x1|.x2|.x4){.trans}{.shared|.shared::cta}(.b16)", kMatrix,
+     decode_matrix},
+    {"stmatrix(.sync)(.aligned)(.m8n8)(.x1|.x2|.x4){.trans}{.shared|.shared::cta}(.b16)", kMatrix,
+     decode_matrix},
+    {"stmatrix(.sync)(.aligned)(.x1|.x2|.x4)(.m8n8){.trans}{.shared|.shared::cta}(.b16)", kMatrix,
+     decode_matrix},
+    {"stmatrix(.sync)(.aligned)(.x1|.x2|.x4)(.m8n8)(.shared|.shared::cta)(.b16)(.trans)", kMatrix,
+     decode_matrix},
+    {"movmatrix(.sync)(.aligned)(.m8n8)(.trans)(.b16)", "Warp Level Matrix Instructions: movmatrix",
+     decode_movmatrix},
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The decoder's table: each row is an instruction form in the ISA's own syntax, the section that defines it, and the
-// function that decodes it. Rows live beside their handlers in exec_*.cpp.
+// The decoder's table: each row is an instruction form in the ISA's own syntax, the section that defines it,
+// and the function that decodes it. Rows live beside their handlers in exec_*.cpp.
 //
 // Pattern syntax: `opcode` followed by slots. (.a|.b) must be present, {.a|.b} may be.
 #pragma once
@@ -62,7 +62,8 @@ FormList mbarrier_forms();
 FormList async_forms();
 FormList matrix_forms();
 
-/// What a decode function works with: the parsed instruction, the matched modifiers, and access to the symbols.
+/// What a decode function works with: the parsed instruction, the matched modifiers, and access to the
+/// symbols.
 class Decoder {
  public:
   virtual ~Decoder() = default;
@@ -71,7 +72,9 @@ class Decoder {
 
   bool has(const char* modifier) const;
   const std::string& slot(size_t index) const { return matched[index]; }
-  Type slot_type(size_t index) const { return type_of(matched[index].empty() ? "" : matched[index].substr(1)); }
+  Type slot_type(size_t index) const {
+    return type_of(matched[index].empty() ? "" : matched[index].substr(1));
+  }
   Type last_type() const { return slot_type(matched.size() - 1); }
   size_t count() const { return ast->operands.size(); }
   const AstOperand& operand(size_t index) const;

@@ -27,8 +27,8 @@ uint32_t volume(const uint32_t d[3]) { return d[0] * d[1] * d[2]; }
 
 Machine::Machine(const Options& o) : options(o), random(o.seed) {
   if (o.ranks < 1 || o.sms < 1 || o.ranks * o.sms * kCtasPerSm > (1 << kSlotBits)) {
-    fail(ErrorKind::Emulator, format("ranks=%d x sms=%d: both must be positive and their product at most %d", o.ranks,
-                                     o.sms, (1 << kSlotBits) / kCtasPerSm));
+    fail(ErrorKind::Emulator, format("ranks=%d x sms=%d: both must be positive and their product at most %d",
+                                     o.ranks, o.sms, (1 << kSlotBits) / kCtasPerSm));
   }
   const auto slots_total = static_cast<size_t>(o.ranks * o.sms * kCtasPerSm);
   slots.resize(slots_total);
@@ -68,7 +68,8 @@ ModuleInstance* Machine::load(const std::string& ptx, const std::string& source)
   for (size_t rank = 0; rank < ranks; ++rank) {
     std::vector<uint64_t> addresses;
     for (const GlobalVariable& g : p.globals) {
-      Region* r = allocate(static_cast<int>(rank), std::max<uint64_t>(g.bytes, 1), 256, "variable " + g.name, true);
+      Region* r =
+          allocate(static_cast<int>(rank), std::max<uint64_t>(g.bytes, 1), 256, "variable " + g.name, true);
       memcpy(r->data, g.image.data(), g.bytes);
       r->read_only = g.constant;
       addresses.push_back(r->base);
@@ -89,7 +90,6 @@ ModuleInstance* Machine::load(const std::string& ptx, const std::string& source)
       const uint64_t value = addresses[static_cast<size_t>(use.global)] + static_cast<uint64_t>(use.addend);
       for (int l = 0; l < kLanes; ++l) memcpy(bank + use.constant + l * 8, &value, 8);
     }
-    instance->global_addresses.push_back(addresses);
   }
   modules.push_back(std::move(instance));
   return modules.back().get();
@@ -115,7 +115,8 @@ void Machine::launch(ModuleInstance& module, const std::string& entry, int rank,
   uint32_t c[3] = {cluster[0], cluster[1], cluster[2]};
   if (f.cluster[0]) {
     const bool unset = volume(c) <= 1;
-    if (!unset && memcmp(c, f.cluster, sizeof c)) fail(ErrorKind::Emulator, "cluster differs from the kernel's .reqnctapercluster");
+    if (!unset && memcmp(c, f.cluster, sizeof c))
+      fail(ErrorKind::Emulator, "cluster differs from the kernel's .reqnctapercluster");
     memcpy(c, f.cluster, sizeof c);
   }
   g->explicit_cluster = volume(c) > 1 || f.cluster[0];
@@ -124,10 +125,13 @@ void Machine::launch(ModuleInstance& module, const std::string& entry, int rank,
     g->block[d] = block[d];
     g->cluster[d] = c[d];
     if (!grid[d] || !block[d] || !c[d] || grid[d] % c[d]) {
-      fail(ErrorKind::Emulator, format("grid[%d]=%u must be a positive multiple of cluster[%d]=%u, and block positive", d, grid[d], d, c[d]));
+      fail(ErrorKind::Emulator,
+           format("grid[%d]=%u must be a positive multiple of cluster[%d]=%u, and block positive", d, grid[d],
+                  d, c[d]));
     }
     if (f.reqntid[0] && f.reqntid[d] != block[d]) {
-      fail(ErrorKind::Emulator, format("block[%d]=%u differs from the kernel's .reqntid %u", d, block[d], f.reqntid[d]));
+      fail(ErrorKind::Emulator,
+           format("block[%d]=%u differs from the kernel's .reqntid %u", d, block[d], f.reqntid[d]));
     }
   }
   const uint32_t threads = volume(block);
@@ -135,22 +139,26 @@ void Machine::launch(ModuleInstance& module, const std::string& entry, int rank,
     fail(ErrorKind::Emulator, format("block of %u threads exceeds the kernel's .maxntid or 1024", threads));
   }
   if (params.size() != f.param_bytes) {
-    fail(ErrorKind::Emulator, format("%zu bytes of parameters, the kernel takes %u", params.size(), f.param_bytes));
+    fail(ErrorKind::Emulator,
+         format("%zu bytes of parameters, the kernel takes %u", params.size(), f.param_bytes));
   }
   g->dynamic_shared = dynamic_shared;
   g->dynamic_base = align_up(kSharedReserved + f.static_shared, f.shared_align);
   const uint32_t shared = g->dynamic_base - kSharedReserved + dynamic_shared;
   if (shared > options.arch.shared_per_cta) {
-    fail(ErrorKind::Emulator, format("%u bytes of shared memory exceed the %u that a CTA may have", shared, options.arch.shared_per_cta));
+    fail(ErrorKind::Emulator, format("%u bytes of shared memory exceed the %u that a CTA may have", shared,
+                                     options.arch.shared_per_cta));
   }
   // Occupancy: by threads, shared memory, and, where registers are dealt out by hand, one CTA.
-  uint32_t fit = std::min<uint32_t>(kCtasPerSm, options.arch.threads_per_sm / std::max(32u, align_up(threads, 32)));
+  uint32_t fit =
+      std::min<uint32_t>(kCtasPerSm, options.arch.threads_per_sm / std::max(32u, align_up(threads, 32)));
   fit = std::min(fit, options.arch.shared_per_sm / (shared + kSharedReserved));
   if (f.uses_setmaxnreg) fit = 1;
   if (f.maxnreg) fit = std::min(fit, options.arch.registers / (f.maxnreg * align_up(threads, 32)));
   g->ctas_per_sm = std::max(1u, fit);
   g->params = params;
-  g->param_region = allocate(rank, std::max<size_t>(params.size(), 1), 256, "kernel parameters of " + entry, true);
+  g->param_region =
+      allocate(rank, std::max<size_t>(params.size(), 1), 256, "kernel parameters of " + entry, true);
   memcpy(g->param_region->data, params.data(), params.size());
   g->param_region->read_only = true;
   auto& store = module.constant_store[static_cast<size_t>(rank)];
@@ -158,12 +166,14 @@ void Machine::launch(ModuleInstance& module, const std::string& entry, int rank,
   g->constants = store.data() + ((64 - address % 64) % 64);
   g->clusters = static_cast<uint64_t>(volume(grid)) / volume(c);
   if (volume(c) > g->ctas_per_sm * static_cast<uint32_t>(options.sms)) {
-    fail(ErrorKind::Emulator, format("a cluster of %u CTAs can't be resident on %d SMs with %u CTAs each", volume(c), options.sms, g->ctas_per_sm));
+    fail(ErrorKind::Emulator, format("a cluster of %u CTAs can't be resident on %d SMs with %u CTAs each",
+                                     volume(c), options.sms, g->ctas_per_sm));
   }
   grids.push_back(std::move(g));
 }
 
-/// Starts what fits: on each rank the first unfinished grid, and after it programmatic dependents whose turn has come.
+/// Starts what fits: on each rank the first unfinished grid, and after it programmatic dependents whose turn
+/// has come.
 void Machine::start_clusters() {
   std::vector<const Grid*> previous(static_cast<size_t>(options.ranks), nullptr);
   for (const auto& g : grids) {
@@ -183,7 +193,8 @@ bool Machine::start_cluster(Grid& g) {
   const uint32_t size = volume(g.cluster);
   std::vector<std::pair<uint32_t, int>> load;  // resident CTAs, SM
   const auto slot_at = [&](int sm, uint32_t k) {
-    return k * static_cast<uint32_t>(options.ranks * options.sms) + static_cast<uint32_t>(g.rank * options.sms + sm);
+    return k * static_cast<uint32_t>(options.ranks * options.sms) +
+           static_cast<uint32_t>(g.rank * options.sms + sm);
   };
   for (int sm = 0; sm < options.sms; ++sm) {
     uint32_t resident = 0;
@@ -250,7 +261,8 @@ void Machine::start_cta(Grid& g, Cluster& cluster, uint32_t slot, int sm, uint32
   shared->size = g.dynamic_base + g.dynamic_shared;
   shared->rank = g.rank;
   shared->cta = &cta;
-  shared->name = format("shared memory of rank %d SM %d CTA (%u,%u,%u)", g.rank, sm, cta.id[0], cta.id[1], cta.id[2]);
+  shared->name =
+      format("shared memory of rank %d SM %d CTA (%u,%u,%u)", g.rank, sm, cta.id[0], cta.id[1], cta.id[2]);
   memset(shared->undefined, 0xFF, shared->size);
   for (uint64_t k = 0; k + 8 <= shared->size; k += 8) {
     const uint64_t garbage = random.next();
@@ -261,8 +273,9 @@ void Machine::start_cta(Grid& g, Cluster& cluster, uint32_t slot, int sm, uint32
   const uint32_t threads = volume(g.block), warps = (threads + kLanes - 1) / kLanes;
   const Program& p = *g.program;
   // What ptxas would give: the register file dealt out evenly in units of 8, at most 255 each.
-  const uint32_t per_thread = g.entry->maxnreg ? g.entry->maxnreg
-                              : std::min(255u, options.arch.registers / g.ctas_per_sm / (warps * kLanes) / 8 * 8);
+  const uint32_t per_thread =
+      g.entry->maxnreg ? g.entry->maxnreg
+                       : std::min(255u, options.arch.registers / g.ctas_per_sm / (warps * kLanes) / 8 * 8);
   auto& counts = slot_counts[slot];
   counts.resize(std::max<size_t>(counts.size(), kLanes));
   cta.next_agent = kLanes;
@@ -312,7 +325,9 @@ uint32_t& Machine::agent_count(Agent a) { return slot_counts[slot_of(a)][a & ((1
 
 void Machine::retire_cta(Cta& cta) {
   if (cta.async_in_flight) {
-    fail(ErrorKind::MemoryFault, format("the CTA exits while %u asynchronous operations still use its shared memory", cta.async_in_flight));
+    fail(ErrorKind::MemoryFault,
+         format("the CTA exits while %u asynchronous operations still use its shared memory",
+                cta.async_in_flight));
   }
   Grid& g = *cta.grid;
   if (!cta.launched_dependents) ++g.triggered;
@@ -329,9 +344,13 @@ void Machine::retire_cta(Cta& cta) {
   Cluster& cluster = *cta.cluster;
   if (--cluster.live_ctas > 0) return;
   for (Cta* c : cluster.ctas) {
-    retired.resize(1);
     c->shared->mbarriers.clear();
-    retired[0].push_back(std::move(slots[c->slot]));
+    for (auto& w : c->warps) {  // reports may still name the warp, but nobody looks at its registers
+      w->register_store = w->shadow_store = w->local = w->local_undefined = {};
+      w->undefined = {};
+      w->fences = {};
+    }
+    retired.push_back(std::move(slots[c->slot]));
   }
   if (++g.done_clusters == g.clusters) finish_grid(g);
   start_clusters();

@@ -38,29 +38,34 @@ class Random {
   uint64_t state_;
 };
 
+inline constexpr uint64_t kWaitTicks = 4096;  // scheduler steps after which a try_wait gives up
+
 struct ArchInfo {
   int compute_capability = 90;
-  uint32_t shared_per_sm = 233472, shared_per_cta = 232448, registers = 65536, threads_per_sm = 2048, ctas_per_sm = 32;
+  uint32_t shared_per_sm = 233472, shared_per_cta = 232448, registers = 65536, threads_per_sm = 2048,
+           ctas_per_sm = 32;
 };
 
-// --- Fragments: lanes of a warp that are at the same instruction ---------------------------------------------------
+// --- Fragments: lanes of a warp that are at the same instruction
+// ---------------------------------------------------
 
 enum class Wait : uint8_t {
-  None,          // ready
+  None,  // ready
   Exited,
-  Converge,      // an .aligned instruction waits for the rest of the warp
-  WarpSync,      // lanes of a member mask
-  Barrier,       // bar.sync
-  Cluster,       // barrier.cluster.wait
-  Mbarrier,      // try_wait
-  Async,         // wait_group of any kind, or a source of registers
-  Registers,     // setmaxnreg.inc
-  Time,          // nanosleep
-  Poll,          // a loop that reads unchanged memory
-  Grid,          // griddepcontrol.wait
+  Converge,   // an .aligned instruction waits for the rest of the warp
+  WarpSync,   // lanes of a member mask
+  Barrier,    // bar.sync
+  Cluster,    // barrier.cluster.wait
+  Mbarrier,   // try_wait
+  Async,      // wait_group of any kind, or a source of registers
+  Registers,  // setmaxnreg.inc
+  Time,       // nanosleep
+  Poll,       // a loop that reads unchanged memory
+  Grid,       // griddepcontrol.wait
 };
 
-/// Watches one loop: iterations that read the same values from the same places and change nothing are polling.
+/// Watches one loop: iterations that read the same values from the same places and change nothing are
+/// polling.
 struct LoopWatch {
   int32_t head = -1;
   uint64_t hash = 0, last_hash = 0;
@@ -81,10 +86,10 @@ struct Fragment {
   Mask sync_mask = 0;
   uint64_t wake_time = 0;
   uint32_t parity = 0;
-  bool give_up = false;      // a try_wait that must return false now
-  bool timed = false;        // Poll: the loop looks at a clock
-  uint32_t patience = 3;     // equal iterations before a loop counts as polling
-  uint32_t ran = 0;          // instructions since another fragment of the warp ran
+  bool give_up = false;   // a try_wait that must return false now
+  bool timed = false;     // Poll: the loop looks at a clock
+  uint32_t patience = 3;  // equal iterations before a loop counts as polling
+  uint32_t ran = 0;       // instructions since another fragment of the warp ran
   LoopWatch loops[3];
   uint8_t next_loop = 0;
   std::vector<uint64_t> watched;
@@ -99,12 +104,12 @@ struct LaneClock {
 /// The bulk or cp.async groups of one lane, oldest first; the last one is still open.
 struct LaneGroups {
   struct Group {
-    uint32_t reads = 0, writes = 0;            // operations that haven't read or written yet
-    uint32_t last_read = 0, last_write = 0;    // counts of the agents, for what completion teaches
+    uint32_t reads = 0, writes = 0;          // operations that haven't read or written yet
+    uint32_t last_read = 0, last_write = 0;  // counts of the agents, for what completion teaches
   };
   std::deque<Group> groups{1};
-  uint32_t first = 0;                          // number of groups[0]
-  struct Arrival {                             // cp.async.mbarrier.arrive
+  uint32_t first = 0;  // number of groups[0]
+  struct Arrival {     // cp.async.mbarrier.arrive
     uint32_t waits_for;
     uint32_t up_to;
     Region* region;
@@ -121,7 +126,7 @@ struct Wgmma;
 struct Warp {
   Cta* cta = nullptr;
   int index = 0;
-  Mask live = 0;        // not exited
+  Mask live = 0;  // not exited
   Mask started = 0;
   std::vector<std::unique_ptr<Fragment>> fragments;
   bool queued = false;
@@ -129,19 +134,19 @@ struct Warp {
   uint8_t* registers = nullptr;
   std::vector<uint8_t> shadow_store;
   uint8_t* shadow = nullptr;
-  std::vector<uint32_t> undefined;            // per 128 bytes of registers: lanes
+  std::vector<uint32_t> undefined;  // per 128 bytes of registers: lanes
   std::vector<uint32_t> predicates, predicate_undefined;
-  Mask carry = 0;                             // the condition code register CC.CF
+  Mask carry = 0;                               // the condition code register CC.CF
   std::vector<uint8_t> local, local_undefined;  // [lane][byte]
-  uint32_t register_count = 0;                // setmaxnreg
-  Mask cluster_arrived = 0;                   // lanes that arrived at the cluster barrier and haven't waited
-  uint64_t cluster_phase[kLanes] = {};        // in which phase
+  uint32_t register_count = 0;                  // setmaxnreg
+  Mask cluster_arrived = 0;             // lanes that arrived at the cluster barrier and haven't waited
+  uint64_t cluster_phase[kLanes] = {};  // in which phase
 
   // Memory order.
   Agent agent = 0;
   uint32_t count = 1;
   uint32_t first_count = 1;
-  bool dirty = false;  // accesses were recorded at `count`
+  bool dirty = false;   // accesses were recorded at `count`
   uint32_t synced = 0;  // `count` after the last barrier of the whole warp, if nothing happened since
   std::vector<LaneClock> clocks;
   uint32_t fenced[2][kLanes] = {};
@@ -164,24 +169,24 @@ struct Warp {
     std::shared_ptr<Wgmma> operation;
     Mask undefined;  // lanes, once the result arrives
   };
-  std::unordered_map<uint32_t, InFlight> in_flight;  // register offset -> uncompleted operation that writes it
+  std::unordered_map<uint32_t, InFlight>
+      in_flight;  // register offset -> uncompleted operation that writes it
   uint32_t wgmma_groups = 0;
   uint64_t wgmma_issued = 0;
   bool wgmma_touched = true;  // a register of a wgmma was accessed since the last wgmma.fence
-
 };
 
 struct NamedBarrier {
   uint32_t arrived = 0, expected = 0;  // threads
   Clock clock;
-  uint32_t reduced = 0;   // barrier.red
+  uint32_t reduced = 0;  // barrier.red
   bool reduced_all = true, reduced_any = false;
-  bool all = false;       // no thread count was given
+  bool all = false;  // no thread count was given
 };
 
 struct Cluster;
 
-void recheck_barriers(Machine& m, Cta& cta);                 // exec_barrier.cpp
+void recheck_barriers(Machine& m, Cta& cta);  // exec_barrier.cpp
 void complete_cluster_phase(Machine& m, Cluster& cluster);
 
 struct Cta {
@@ -197,7 +202,7 @@ struct Cta {
   Region* shared = nullptr;
   NamedBarrier barriers[16];
   uint32_t free_registers = 0;
-  uint32_t async_in_flight = 0;  // operations that still touch this CTA's shared memory
+  uint32_t async_in_flight = 0;                   // operations that still touch this CTA's shared memory
   std::unordered_map<uint64_t, uint32_t> agents;  // kind and index -> local agent
   uint32_t next_agent = 0;
   struct Warpgroup {
@@ -240,14 +245,16 @@ struct Grid {
   Clock finish;  // everything the grid did
 };
 
-// --- The machine ---------------------------------------------------------------------------------------------------
+// --- The machine
+// ---------------------------------------------------------------------------------------------------
 
 struct Options {
   int ranks = 1, sms = 1;
   uint64_t seed = 0;
   uint64_t max_steps = 0;  // warp instructions; 0: no limit
   bool races = true, watchdog = false;
-  bool collectives_order = false;  // shfl, vote and other warp collectives also order memory among their lanes
+  bool collectives_order =
+      false;  // shfl, vote and other warp collectives also order memory among their lanes
   ProxyCheck proxy = ProxyCheck::Error;
   ArchInfo arch;
 };
@@ -258,18 +265,19 @@ struct Event {
   std::function<void()> run;
 };
 struct LaterEvent {
-  bool operator()(const Event& a, const Event& b) const { return a.due != b.due ? a.due > b.due : a.order > b.order; }
+  bool operator()(const Event& a, const Event& b) const {
+    return a.due != b.due ? a.due > b.due : a.order > b.order;
+  }
 };
 
 struct Counters {
-  uint64_t instructions = 0, memory = 0, async = 0, events = 0, matrix = 0, polls = 0;
+  uint64_t instructions = 0, async = 0, events = 0, matrix = 0, polls = 0;
 };
 
 struct ModuleInstance {
   Program program;
-  std::vector<std::vector<uint8_t>> constants;          // per rank
-  std::vector<std::vector<uint64_t>> global_addresses;  // per rank, per variable
-  std::vector<std::vector<uint8_t>> constant_store;
+  std::vector<std::vector<uint8_t>>
+      constant_store;  // per rank: the constant bank with the addresses of its variables
 };
 
 struct Machine {
@@ -323,29 +331,28 @@ struct Machine {
   std::vector<std::unique_ptr<Region>> regions;
   std::vector<Region*> pages;  // global memory by page
   uint64_t next_page = 0;
-  std::vector<std::unique_ptr<Cta>> slots;        // residents; a slot is one CTA's place on an SM
-  std::vector<std::vector<uint32_t>> slot_counts; // per slot: counter of each local agent
+  std::vector<std::unique_ptr<Cta>> slots;         // residents; a slot is one CTA's place on an SM
+  std::vector<std::vector<uint32_t>> slot_counts;  // per slot: counter of each local agent
   std::vector<std::unique_ptr<Region>> slot_shared;
-  std::vector<std::vector<std::unique_ptr<Cta>>> retired;
+  std::vector<std::unique_ptr<Cta>> retired;
   std::deque<std::unique_ptr<Grid>> grids;
   std::vector<Clock> stream_clock;  // per rank: what happened before its next grid
   std::vector<std::unique_ptr<Cluster>> clusters;
   std::vector<Warp*> ready;
   std::priority_queue<Event, std::vector<Event>, LaterEvent> events;
   std::unordered_map<uint64_t, std::vector<std::pair<Warp*, uint64_t>>> watchers;  // word -> sleepers
-  std::vector<std::string> output;   // printf
+  std::vector<std::string> output;                                                 // printf
   std::vector<std::string> reports;  // proxy violations in report mode
   std::set<uint64_t> reported;
   uint64_t tick = 0, time_ns = 1000000, event_order = 0, progress_count = 0, next_grid = 1;
-  uint64_t sleeping = 0;  // watched words of all regions
-  uint32_t sms_used = 0;
+  uint64_t sleeping = 0;             // watched words of all regions
   const Program* program = nullptr;  // of the running instruction
   const Instr* current = nullptr;
   Warp* current_warp = nullptr;
   Mask current_lanes = 0;
   const Program* async_program = nullptr;
   std::deque<Instr> reduction_instrs;  // tensor reductions with their element type filled in
-  uint64_t probed_at = UINT64_MAX;  // progress_count when all sleepers were last given another try
+  uint64_t probed_at = UINT64_MAX;     // progress_count when all sleepers were last given another try
   uint64_t time_step = 1000;
   uint64_t idle_progress = 0, barren_progress = 0, barren_from = 0;  // progress_count when last looked at
   uint32_t idle_rounds = 0;
@@ -354,9 +361,11 @@ struct Machine {
   Fragment* pick(Warp& warp);
   Fragment* reconverge(Warp& warp, Fragment* fragment);
   bool start_cluster(Grid& grid);
-  void start_cta(Grid& grid, Cluster& cluster, uint32_t slot, int sm, uint32_t rank_in_cluster, uint64_t cluster_index);
+  void start_cta(Grid& grid, Cluster& cluster, uint32_t slot, int sm, uint32_t rank_in_cluster,
+                 uint64_t cluster_index);
   void finish_grid(Grid& grid);
   bool idle();
+  void time_out_waits();
 };
 
 /// What a handler gets. One warp instruction of the active lanes `mask`.
@@ -388,7 +397,9 @@ struct Exec {
     void set(int lane, T v) const { memcpy(p + lane * kStride, &v, sizeof(T)); }
   };
   template <class T>
-  View<T> view(const Ref& r) const { return {base[r.bank] + r.off}; }
+  View<T> view(const Ref& r) const {
+    return {base[r.bank] + r.off};
+  }
   uint64_t value(const Ref& r, int lane) const {
     uint64_t v = 0;
     memcpy(&v, base[r.bank] + r.off + lane * r.width, r.width < 8 ? 4 : 8);
@@ -459,7 +470,8 @@ struct Exec {
   // Memory (memory.cpp).
   Place resolve(Space space, uint64_t address, uint32_t bytes, int lane, uint32_t align) const;
   uint64_t address_of(const Instr& i, int slot, int lane) const {
-    return (i.op[slot].width == 8 ? value(i.op[slot], lane) : static_cast<uint32_t>(value(i.op[slot], lane))) +
+    return (i.op[slot].width == 8 ? value(i.op[slot], lane)
+                                  : static_cast<uint32_t>(value(i.op[slot], lane))) +
            static_cast<uint64_t>(i.imm);
   }
 

@@ -13,8 +13,11 @@ Mbarrier& mbarrier_at(const Place& place) {
 }
 
 std::string mbarrier_text(const Mbarrier& b) {
-  return format("mbarrier at shared address 0x%x (phase %llu, pending %u of %u arrivals, %lld bytes; initialized at PTX line %u)",
-                b.offset, static_cast<unsigned long long>(b.phase), b.pending, b.expected, static_cast<long long>(b.tx), b.init_line);
+  return format(
+      "mbarrier at shared address 0x%x (phase %llu, pending %u of %u arrivals, %lld bytes; initialized at "
+      "PTX line %u)",
+      b.offset, static_cast<unsigned long long>(b.phase), b.pending, b.expected, static_cast<long long>(b.tx),
+      b.init_line);
 }
 
 void mbarrier_settle(Machine& m, Mbarrier& b) {
@@ -36,7 +39,8 @@ void mbarrier_settle(Machine& m, Mbarrier& b) {
 
 void mbarrier_arrive(Machine& m, Mbarrier& b, uint32_t arrivals, const Clock* released) {
   if (arrivals > b.pending) {
-    fail(ErrorKind::MemoryFault, format("%u arrivals on the %s: more than are pending in this phase", arrivals, mbarrier_text(b).c_str()));
+    fail(ErrorKind::MemoryFault, format("%u arrivals on the %s: more than are pending in this phase",
+                                        arrivals, mbarrier_text(b).c_str()));
   }
   if (released) b.arriving.join(*released);
   b.pending -= arrivals;
@@ -46,7 +50,8 @@ void mbarrier_arrive(Machine& m, Mbarrier& b, uint32_t arrivals, const Clock* re
 void mbarrier_expect(Mbarrier& b, int64_t bytes) {
   b.tx += bytes;
   if (b.tx > kMbarrierMaxTx || b.tx < -kMbarrierMaxTx) {
-    fail(ErrorKind::MemoryFault, format("transaction count overflows its 20 bits: %s", mbarrier_text(b).c_str()));
+    fail(ErrorKind::MemoryFault,
+         format("transaction count overflows its 20 bits: %s", mbarrier_text(b).c_str()));
   }
 }
 

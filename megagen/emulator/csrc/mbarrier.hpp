@@ -14,12 +14,12 @@ struct Mbarrier {
   uint32_t expected = 0;  // arrivals per phase
   uint32_t pending = 0;
   int64_t tx = 0;
-  uint64_t phase = 0;     // completed phases
-  Agent agent = 0;        // of what completes on it
-  uint32_t count = 0;     // its clock: that of the current phase
+  uint64_t phase = 0;  // completed phases
+  Agent agent = 0;     // of what completes on it
+  uint32_t count = 0;  // its clock: that of the current phase
   bool tracks_copies = false;
-  Clock arriving, done;   // released into the current phase, and into the one before
-  Epoch init = 0;         // who initialized it
+  Clock arriving, done;  // released into the current phase, and into the one before
+  Epoch init = 0;        // who initialized it
   uint32_t init_line = 0;
   bool init_fenced = false;  // fence.mbarrier_init
   std::vector<std::pair<Warp*, Fragment*>> waiters;

@@ -14,7 +14,8 @@ LazyBytes::LazyBytes(uint64_t bytes) : bytes_(bytes ? bytes : 1) {
   data_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (data_ == MAP_FAILED) {
     data_ = nullptr;
-    throw Error(ErrorKind::Emulator, format("no address space for %llu bytes", static_cast<unsigned long long>(bytes)), true);
+    throw Error(ErrorKind::Emulator,
+                format("no address space for %llu bytes", static_cast<unsigned long long>(bytes)), true);
   }
 }
 
@@ -30,7 +31,8 @@ LazyBytes::~LazyBytes() {
 
 Region* Machine::allocate(int rank, uint64_t bytes, uint64_t align, const std::string& name, bool defined) {
   if (align == 0 || (align & (align - 1)) || align > (uint64_t{1} << kPageShift)) {
-    fail(ErrorKind::Emulator, format("align=%llu must be a power of two up to 65536", static_cast<unsigned long long>(align)));
+    fail(ErrorKind::Emulator,
+         format("align=%llu must be a power of two up to 65536", static_cast<unsigned long long>(align)));
   }
   auto r = std::make_unique<Region>();
   r->base = kGlobalBase + (next_page << kPageShift);
@@ -61,10 +63,12 @@ Region* Machine::global_region(uint64_t address) const {
 }
 
 Place Exec::resolve(Space space, uint64_t address, uint32_t bytes, int lane, uint32_t align) const {
-  const char* const kNames[] = {"generic", "global", "shared::cta", "shared::cluster", "local", "param", "const"};
+  const char* const kNames[] = {"generic", "global", "shared::cta", "shared::cluster",
+                                "local",   "param",  "const"};
   const auto fault = [&](const std::string& why) {
-    fail(ErrorKind::MemoryFault, format("lane %d, %s address 0x%llx, %u bytes: %s", lane, kNames[static_cast<int>(space)],
-                                        static_cast<unsigned long long>(address), bytes, why.c_str()));
+    fail(ErrorKind::MemoryFault,
+         format("lane %d, %s address 0x%llx, %u bytes: %s", lane, kNames[static_cast<int>(space)],
+                static_cast<unsigned long long>(address), bytes, why.c_str()));
   };
   if (address & (align - 1)) fault(format("not aligned to %u bytes", align));
   const bool is_shared = space == Space::Shared || space == Space::SharedCluster ||
@@ -74,13 +78,17 @@ Place Exec::resolve(Space space, uint64_t address, uint32_t bytes, int lane, uin
     if (address >= kSharedWindowBytes) fault("outside the shared window");
     const uint64_t rank = address >> kCtaShift, offset = address & ((1u << kCtaShift) - 1);
     const Cluster& cluster = *w.cta->cluster;
-    if (rank >= cluster.ctas.size()) fault(format("no CTA %llu in a cluster of %zu", static_cast<unsigned long long>(rank), cluster.ctas.size()));
-    if (space == Space::Shared && rank != w.cta->cluster_rank) fault("another CTA's shared memory needs .shared::cluster");
+    if (rank >= cluster.ctas.size())
+      fault(format("no CTA %llu in a cluster of %zu", static_cast<unsigned long long>(rank),
+                   cluster.ctas.size()));
+    if (space == Space::Shared && rank != w.cta->cluster_rank)
+      fault("another CTA's shared memory needs .shared::cluster");
     Cta* owner = cluster.ctas[rank];
     if (!owner->live_warps) fault("that CTA has exited");
     Region* r = owner->shared;
     if (offset < kSharedReserved || offset + bytes > r->size) {
-      fault(format("outside the CTA's shared memory, 0x%x to 0x%llx", kSharedReserved, static_cast<unsigned long long>(r->size)));
+      fault(format("outside the CTA's shared memory, 0x%x to 0x%llx", kSharedReserved,
+                   static_cast<unsigned long long>(r->size)));
     }
     return {r, offset};
   }
@@ -91,14 +99,16 @@ Place Exec::resolve(Space space, uint64_t address, uint32_t bytes, int lane, uin
   }
   const uint64_t offset = address - r->base;
   if (offset + bytes > r->size) {
-    fault(format("%llu bytes past the end of %s (%llu bytes)", static_cast<unsigned long long>(offset + bytes - r->size),
-                 r->name.c_str(), static_cast<unsigned long long>(r->size)));
+    fault(format("%llu bytes past the end of %s (%llu bytes)",
+                 static_cast<unsigned long long>(offset + bytes - r->size), r->name.c_str(),
+                 static_cast<unsigned long long>(r->size)));
   }
   if (!r->live) fault("in " + r->name + ", which was freed");
   return {r, offset};
 }
 
-// --- Undefined bits of registers -----------------------------------------------------------------------------------
+// --- Undefined bits of registers
+// -----------------------------------------------------------------------------------
 
 uint64_t Exec::undefined_bits(const Ref& r, int lane) const {
   if (!(undefined(r) >> lane & 1)) return 0;
@@ -152,11 +162,18 @@ void Exec::propagate(const Instr& i, int first, int sources) {
       const Ref& a = i.op[first];
       const Ref& b = i.op[first + 1];
       // A source that the destination has overwritten can't be looked at any more.
-      const bool gone = (a.bank == 0 && a.off == d.off) || (sources > 1 && b.kind == Ref::Value && b.bank == 0 && b.off == d.off);
+      const bool gone = (a.bank == 0 && a.off == d.off) ||
+                        (sources > 1 && b.kind == Ref::Value && b.bank == 0 && b.off == d.off);
       switch (i.taint) {
-        case Taint::Carry: out = upwards(any); break;
-        case Taint::Xor: out = any; break;
-        case Taint::Move: out = u[0]; break;
+        case Taint::Carry:
+          out = upwards(any);
+          break;
+        case Taint::Xor:
+          out = any;
+          break;
+        case Taint::Move:
+          out = u[0];
+          break;
         case Taint::And: {
           const uint64_t x = value(a, l), y = value(b, l);
           out = gone ? any : (u[0] & u[1]) | (u[0] & y) | (u[1] & x);
@@ -179,7 +196,8 @@ void Exec::propagate(const Instr& i, int first, int sources) {
         case Taint::Select:  // op[3] chooses
           if (!u[2]) out = predicate(i.op[3]) >> l & 1 ? u[0] : u[1];
           break;
-        default: break;
+        default:
+          break;
       }
     }
     set_undefined_bits(d, l, out & full);

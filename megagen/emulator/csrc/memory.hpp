@@ -14,13 +14,14 @@ namespace megagen::emulator {
 struct Cta;
 struct Mbarrier;
 
-// Generic addresses. Shared memory of CTA r of the cluster is at kSharedWindow + (r << 24); a 32-bit shared address is
-// the offset in that window. Thread-local memory looks alike to every thread.
+// Generic addresses. Shared memory of CTA r of the cluster is at kSharedWindow + (r << 24); a 32-bit shared
+// address is the offset in that window. Thread-local memory looks alike to every thread.
 inline constexpr uint64_t kSharedWindow = 0x740000000000, kSharedWindowBytes = uint64_t{1} << 32;
 inline constexpr uint64_t kLocalWindow = 0x760000000000, kLocalWindowBytes = uint64_t{1} << 32;
 inline constexpr uint64_t kGlobalBase = 0x100000000000;
 inline constexpr int kCtaShift = 24;
-inline constexpr int kPageShift = 16;  // of global memory; allocations start on a page and leave one free behind them
+inline constexpr int kPageShift =
+    16;  // of global memory; allocations start on a page and leave one free behind them
 
 /// Who, when and how, in 64 bits: [count 32][agent 21][lane 5][flags 6].
 using Epoch = uint64_t;
@@ -71,7 +72,7 @@ struct Region {
   bool live = true;
   Cta* cta = nullptr;  // of shared memory
   std::string name;
-  uint32_t watched = 0;  // words that sleeping fragments poll
+  uint32_t watched = 0;                                               // words that sleeping fragments poll
   std::unordered_map<uint32_t, std::unique_ptr<Mbarrier>> mbarriers;  // shared memory: by offset
   uint32_t mbarriers_from = UINT32_MAX, mbarriers_to = 0;             // where they lie
   LazyBytes data_store, undefined_store, cell_store;

@@ -1,5 +1,6 @@
 // What threads know of each other: acquire, release, fences and barriers on vector clocks.
-// Source: PTX ISA, "Memory Consistency Model": release and acquire patterns, causality order, proxy-preserved order.
+// Source: PTX ISA, "Memory Consistency Model": release and acquire patterns, causality order, proxy-preserved
+// order.
 #include <algorithm>
 
 #include "machine.hpp"
@@ -123,8 +124,8 @@ void add_release(SyncVariable& v, Scope scope, Agent agent, const Clock& clock) 
 
 }  // namespace
 
-/// A strong write to `variable`. `replaces`: a plain store, which ends older release sequences; a read-modify-write
-/// continues them. A relaxed write after a fence releases what came before the fence.
+/// A strong write to `variable`. `replaces`: a plain store, which ends older release sequences; a
+/// read-modify-write continues them. A relaxed write after a fence releases what came before the fence.
 void Exec::release_to(SyncVariable& variable, int lane, Scope scope, bool replaces, bool release) const {
   if (replaces) variable.releases.clear();
   if (release) {

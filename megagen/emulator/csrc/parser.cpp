@@ -86,8 +86,10 @@ class Lexer {
     } else {
       size_t stop = at_;
       while (stop < s_.size() && isdigit(static_cast<unsigned char>(s_[stop]))) ++stop;
-      const bool real = stop < s_.size() && (s_[stop] == '.' || s_[stop] == 'e' || s_[stop] == 'E') &&
-                        (s_[stop] != '.' || (stop + 1 < s_.size() && (isdigit(static_cast<unsigned char>(s_[stop + 1])) || !isalpha(static_cast<unsigned char>(s_[stop + 1])))));
+      const bool real =
+          stop < s_.size() && (s_[stop] == '.' || s_[stop] == 'e' || s_[stop] == 'E') &&
+          (s_[stop] != '.' || (stop + 1 < s_.size() && (isdigit(static_cast<unsigned char>(s_[stop + 1])) ||
+                                                        !isalpha(static_cast<unsigned char>(s_[stop + 1])))));
       char* end;
       if (real) {
         n.kind = AstOperand::Float64;
@@ -134,7 +136,9 @@ class Lexer {
       ++at_;
       return;
     }
-    while (stop < s_.size() && (is_word(s_[stop]) || (s_[stop] == ':' && stop + 2 < s_.size() && s_[stop + 1] == ':' && token_.kind == Token::Directive))) {
+    while (stop < s_.size() &&
+           (is_word(s_[stop]) || (s_[stop] == ':' && stop + 2 < s_.size() && s_[stop + 1] == ':' &&
+                                  token_.kind == Token::Directive))) {
       stop += s_[stop] == ':' ? 2 : 1;
     }
     token_.text = s_.substr(at_, stop - at_);
@@ -159,7 +163,8 @@ class Parser {
   [[noreturn]] void fail(const std::string& expected) const {
     const Token& t = lex_.peek();
     throw Error(ErrorKind::Emulator,
-                format("PTX line %u: expected %s, found '%s'", t.line, expected.c_str(), t.text.c_str()), true);
+                format("PTX line %u: expected %s, found '%s'", t.line, expected.c_str(), t.text.c_str()),
+                true);
   }
   bool at(const char* text) const { return lex_.peek().kind != Token::String && lex_.peek().text == text; }
   bool accept(const char* text) {
@@ -368,8 +373,10 @@ class Parser {
     }
     while (!at("{") && !at(";")) {
       const std::string d = lex_.take().text;
-      uint32_t* triple = d == ".maxntid" ? f->maxntid : d == ".reqntid" ? f->reqntid
-                       : d == ".reqnctapercluster" ? f->cluster : nullptr;
+      uint32_t* triple = d == ".maxntid"             ? f->maxntid
+                         : d == ".reqntid"           ? f->reqntid
+                         : d == ".reqnctapercluster" ? f->cluster
+                                                     : nullptr;
       uint32_t values[3] = {1, 1, 1};
       int n = 0;
       while (lex_.peek().kind == Token::Number || at(",")) {
@@ -379,7 +386,8 @@ class Parser {
       }
       if (triple) memcpy(triple, values, sizeof values);
       if (d == ".maxnreg") f->maxnreg = values[0];
-      if (d == ".pragma") while (!accept(";")) lex_.take();
+      if (d == ".pragma")
+        while (!accept(";")) lex_.take();
       if (d == ".attribute") {
         expect("(");
         while (!accept(")")) lex_.take();
@@ -444,7 +452,8 @@ class Parser {
       } else {
         while (!accept(";")) lex_.take();
       }
-    } else if (d == ".reg" || d == ".param" || d == ".local" || d == ".shared" || d == ".const" || d == ".global") {
+    } else if (d == ".reg" || d == ".param" || d == ".local" || d == ".shared" || d == ".const" ||
+               d == ".global") {
       for (AstVariable& v : variables(false)) f.scopes[static_cast<size_t>(scope)].variables[v.name] = v;
       expect(";");
     } else {
@@ -466,7 +475,8 @@ class Parser {
     i.opcode = word();
     if (i.guard.empty() && accept(":")) {
       f.scopes[static_cast<size_t>(scope)].labels[i.opcode] = static_cast<int>(f.instructions.size());
-      if (lex_.peek().kind == Token::Directive && (at(".branchtargets") || at(".calltargets") || at(".callprototype"))) {
+      if (lex_.peek().kind == Token::Directive &&
+          (at(".branchtargets") || at(".calltargets") || at(".callprototype"))) {
         directive(f, scope, i.opcode);
       }
       return;

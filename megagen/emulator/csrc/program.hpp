@@ -1,5 +1,5 @@
-// A module as executed: one flat array of decoded instructions, with names resolved to register offsets, memory
-// offsets and branch targets.
+// A module as executed: one flat array of decoded instructions, with names resolved to register offsets,
+// memory offsets and branch targets.
 #pragma once
 
 #include <array>
@@ -22,8 +22,39 @@ inline constexpr int kLanes = 32;
 inline constexpr Mask kAllLanes = 0xFFFFFFFFu;
 
 enum class Type : uint8_t {
-  None, B8, B16, B32, B64, B128, U8, U16, U32, U64, S8, S16, S32, S64, F16, F16x2, BF16, BF16x2, F32, F32x2, F64, TF32,
-  U16x2, S16x2, Pred, E4M3x2, E5M2x2, E2M1x2, E2M3x2, E3M2x2, UE8M0x2, E4M3x4, E5M2x4,
+  None,
+  B8,
+  B16,
+  B32,
+  B64,
+  B128,
+  U8,
+  U16,
+  U32,
+  U64,
+  S8,
+  S16,
+  S32,
+  S64,
+  F16,
+  F16x2,
+  BF16,
+  BF16x2,
+  F32,
+  F32x2,
+  F64,
+  TF32,
+  U16x2,
+  S16x2,
+  Pred,
+  E4M3x2,
+  E5M2x2,
+  E2M1x2,
+  E2M3x2,
+  E3M2x2,
+  UE8M0x2,
+  E4M3x4,
+  E5M2x4,
 };
 Type type_of(const std::string& name);  // without the dot; None if unknown
 int bytes_of(Type type);
@@ -32,7 +63,8 @@ enum class Space : uint8_t { Generic, Global, Shared, SharedCluster, Local, Para
 enum class Scope : uint8_t { Cta, Cluster, Gpu, Sys };
 enum class Order : uint8_t { Weak, Relaxed, Acquire, Release, AcqRel, Volatile, Mmio };
 
-/// Where an operand lives: a register file offset (bank 0), a broadcast constant (bank 1) or a predicate index.
+/// Where an operand lives: a register file offset (bank 0), a broadcast constant (bank 1) or a predicate
+/// index.
 struct Ref {
   enum Kind : uint8_t { None, Value, Predicate };
   uint32_t off = 0;
@@ -57,13 +89,13 @@ struct Instr {
   Order order = Order::Weak;
   Taint taint = Taint::All;
   uint8_t vector = 1;
-  uint8_t choice = 0;   // meaning belongs to the handler
-  uint16_t flags = 0;   // meaning belongs to the handler
+  uint8_t choice = 0;  // meaning belongs to the handler
+  uint16_t flags = 0;  // meaning belongs to the handler
   Ref op[5];
-  int64_t imm = 0;      // address offset
+  int64_t imm = 0;             // address offset
   int64_t offset[2] = {0, 0};  // of further addresses
-  int32_t target = -1;  // branch target, callee
-  uint32_t extra = 0;   // first of extra_count Refs in Program::extra
+  int32_t target = -1;         // branch target, callee
+  uint32_t extra = 0;          // first of extra_count Refs in Program::extra
   uint32_t extra_count = 0;
   uint32_t line = 0, location = 0;
   uint32_t begin = 0, end = 0;  // text
@@ -108,7 +140,8 @@ struct GlobalVariable {
   std::vector<Pointer> pointers;
 };
 
-inline constexpr uint32_t kSharedReserved = 1024;  // bytes at the start of shared memory that the system keeps
+inline constexpr uint32_t kSharedReserved =
+    1024;  // bytes at the start of shared memory that the system keeps
 
 struct Program {
   std::vector<Instr> code;

@@ -40,7 +40,8 @@ void History::forget(Region& region) {
   }
   memset(static_cast<void*>(region.cells), 0, words * sizeof(Cell));
   for (auto it = variables.begin(); it != variables.end();) {
-    it = it->first >= region.base && it->first < region.base + region.size ? variables.erase(it) : std::next(it);
+    it = it->first >= region.base && it->first < region.base + region.size ? variables.erase(it)
+                                                                           : std::next(it);
   }
 }
 
@@ -69,7 +70,8 @@ bool History::allowed(Epoch e, const Accessor& by) const {
          mutual(agent_of(e), scope_of(e), by.agent, static_cast<Scope>(by.flags >> kScopeShift & 3));
 }
 
-void History::check_write(const Region& region, Epoch e, uint32_t line, uint64_t offset, const Accessor& by, bool wrote) {
+void History::check_write(const Region& region, Epoch e, uint32_t line, uint64_t offset, const Accessor& by,
+                          bool wrote) {
   if (!ordered(e, 1u << lane_of(e), by)) {
     if (!allowed(e, by)) report({RaceReport::Race, e, line, true, wrote, region.base + offset, &region}, by);
     return;
@@ -199,8 +201,8 @@ void History::word(Region& region, Cell& cell, uint64_t offset, uint32_t byte_ma
   for (int b = 0; b < 4; ++b) {
     if (byte_mask >> b & 1) check<kWrite>(region, m.bytes[b], offset + static_cast<uint64_t>(b), by);
   }
-  if (kWrite && byte_mask == 15 && !m.bytes[0].more && !m.bytes[1].more && !m.bytes[2].more && !m.bytes[3].more &&
-      !m.bytes[0].read && !m.bytes[1].read && !m.bytes[2].read && !m.bytes[3].read) {
+  if (kWrite && byte_mask == 15 && !m.bytes[0].more && !m.bytes[1].more && !m.bytes[2].more &&
+      !m.bytes[3].more && !m.bytes[0].read && !m.bytes[1].read && !m.bytes[2].read && !m.bytes[3].read) {
     const Cell whole = m.bytes[0];
     free_more(cell.more);
     cell = whole;

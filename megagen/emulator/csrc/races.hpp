@@ -18,7 +18,7 @@ struct Accessor {
   uint32_t flags = kValid;          // EpochFlag
   uint32_t line = 0;
   const Clock* clock = nullptr;
-  const Clock* also[3] = {};        // further threads that take part: what they know counts too
+  const Clock* also[3] = {};  // further threads that take part: what they know counts too
 };
 
 enum class ProxyCheck : uint8_t { Off, Report, Error };
@@ -51,8 +51,12 @@ class History {
   ProxyCheck proxy = ProxyCheck::Error;
   bool enabled = true;
 
-  void read(Region& region, uint64_t offset, uint32_t bytes, const Accessor& by) { access<false>(region, offset, bytes, by); }
-  void write(Region& region, uint64_t offset, uint32_t bytes, const Accessor& by) { access<true>(region, offset, bytes, by); }
+  void read(Region& region, uint64_t offset, uint32_t bytes, const Accessor& by) {
+    access<false>(region, offset, bytes, by);
+  }
+  void write(Region& region, uint64_t offset, uint32_t bytes, const Accessor& by) {
+    access<true>(region, offset, bytes, by);
+  }
   /// Forgets what happened in a region (a new CTA's shared memory).
   void forget(Region& region);
 
@@ -79,7 +83,8 @@ class History {
   bool ordered(Epoch e, Mask lanes, const Accessor& by) const;
   static bool known(const VectorClock& clock, Epoch e, Mask lanes);
   bool allowed(Epoch e, const Accessor& by) const;
-  void check_write(const Region& region, Epoch e, uint32_t line, uint64_t offset, const Accessor& by, bool wrote);
+  void check_write(const Region& region, Epoch e, uint32_t line, uint64_t offset, const Accessor& by,
+                   bool wrote);
   uint32_t new_more();
   void free_more(uint32_t index);
   void drop_if_empty(Cell& cell);

@@ -14,7 +14,8 @@ std::string Machine::name_of(const Warp& w) const {
 std::string Machine::name_of(Agent a) const {
   const uint32_t slot = slot_of(a), local = a & ((1u << kLocalBits) - 1);
   const uint32_t place = slot % static_cast<uint32_t>(options.ranks * options.sms);
-  const std::string where = format("rank %u SM %u", place / static_cast<uint32_t>(options.sms), place % static_cast<uint32_t>(options.sms));
+  const std::string where = format("rank %u SM %u", place / static_cast<uint32_t>(options.sms),
+                                   place % static_cast<uint32_t>(options.sms));
   if (local < kLanes) return where + format(" warp %u", local);
   const Cta* cta = cta_in(slot);
   if (!cta) return where + " (an asynchronous operation)";
@@ -22,12 +23,18 @@ std::string Machine::name_of(Agent a) const {
     if (index != local) continue;
     const auto n = static_cast<unsigned>(key & 0xFFFFFFFF);
     switch (static_cast<AgentKind>(key >> 56)) {
-      case AgentKind::CopyGroup: return where + format(" cp.async of warp %u", n);
-      case AgentKind::BulkRead: return where + format(" source of a bulk copy of warp %u", n);
-      case AgentKind::BulkWrite: return where + format(" destination of a bulk copy of warp %u", n);
-      case AgentKind::Wgmma: return where + format(" wgmma of warpgroup %u", n);
-      case AgentKind::Mbarrier: return where + format(" copy that completes on the mbarrier at shared address 0x%x", n);
-      default: return where + " (an asynchronous operation)";
+      case AgentKind::CopyGroup:
+        return where + format(" cp.async of warp %u", n);
+      case AgentKind::BulkRead:
+        return where + format(" source of a bulk copy of warp %u", n);
+      case AgentKind::BulkWrite:
+        return where + format(" destination of a bulk copy of warp %u", n);
+      case AgentKind::Wgmma:
+        return where + format(" wgmma of warpgroup %u", n);
+      case AgentKind::Mbarrier:
+        return where + format(" copy that completes on the mbarrier at shared address 0x%x", n);
+      default:
+        return where + " (an asynchronous operation)";
     }
   }
   return where;
@@ -38,11 +45,13 @@ std::string Machine::describe_address(const Region& r, uint64_t address) const {
 }
 
 std::string Machine::locate(const Error& e, const Warp& w, Mask lanes, const Instr& i) const {
-  return format("%s lanes 0x%08x at ", name_of(w).c_str(), lanes) + w.cta->grid->program->describe(i) + ": " + e.what();
+  return format("%s lanes 0x%08x at ", name_of(w).c_str(), lanes) + w.cta->grid->program->describe(i) + ": " +
+         e.what();
 }
 
 void Machine::violation(const RaceReport& r, const Accessor& by) {
-  const uint64_t key = static_cast<uint64_t>(by.line) << 32 | r.other_line | (r.kind == RaceReport::Proxy ? uint64_t{1} << 31 : 0);
+  const uint64_t key = static_cast<uint64_t>(by.line) << 32 | r.other_line |
+                       (r.kind == RaceReport::Proxy ? uint64_t{1} << 31 : 0);
   const bool only_report = r.kind == RaceReport::Proxy && history.proxy == ProxyCheck::Report;
   if (only_report && !reported.insert(key).second) return;
   const Program& p = current_warp ? *current_warp->cta->grid->program : *async_program;
@@ -50,14 +59,17 @@ void Machine::violation(const RaceReport& r, const Accessor& by) {
     const Instr* i = p.at_line(line);
     std::string name = name_of(agent);
     if ((agent & ((1u << kLocalBits) - 1)) < kLanes && lane >= 0) name += format(" lane %d", lane);
-    return std::string(wrote ? "the write" : "the read") + " by " + name + " at " + (i ? p.describe(*i) : format("PTX line %u", line));
+    return std::string(wrote ? "the write" : "the read") + " by " + name + " at " +
+           (i ? p.describe(*i) : format("PTX line %u", line));
   };
   const std::string a = who(by.agent, by.lane, r.wrote, by.line);
-  const std::string b = who(agent_of(r.other), r.other_wrote ? lane_of(r.other) : -1, r.other_wrote, r.other_line);
+  const std::string b =
+      who(agent_of(r.other), r.other_wrote ? lane_of(r.other) : -1, r.other_wrote, r.other_line);
   std::string text = describe_address(*r.region, r.address) + ": ";
   if (r.kind == RaceReport::Race) {
     text += a + " isn't ordered after " + b;
-    if ((by.flags & kStrong) && (flags_of(r.other) & kStrong)) text += " (both are strong, but not in one scope)";
+    if ((by.flags & kStrong) && (flags_of(r.other) & kStrong))
+      text += " (both are strong, but not in one scope)";
   } else {
     text += a + " goes through the async proxy without a proxy fence (fence.proxy.async) after " + b;
   }
@@ -70,29 +82,39 @@ void Machine::violation(const RaceReport& r, const Accessor& by) {
 
 std::string Machine::wait_text(const Warp& w, const Fragment& f) const {
   switch (f.wait) {
-    case Wait::Converge: return format("waits for the rest of its warp (lanes 0x%08x) at an .aligned instruction", w.live & ~f.mask);
-    case Wait::WarpSync: return format("waits for lanes 0x%08x of member mask 0x%08x", f.sync_mask & w.live & ~f.mask, f.sync_mask);
+    case Wait::Converge:
+      return format("waits for the rest of its warp (lanes 0x%08x) at an .aligned instruction",
+                    w.live & ~f.mask);
+    case Wait::WarpSync:
+      return format("waits for lanes 0x%08x of member mask 0x%08x", f.sync_mask & w.live & ~f.mask,
+                    f.sync_mask);
     case Wait::Barrier: {
       const NamedBarrier& b = w.cta->barriers[f.wait_detail & 15];
-      return format("waits at named barrier %llu: %u of %u threads have arrived", static_cast<unsigned long long>(f.wait_detail), b.arrived, b.expected);
+      return format("waits at named barrier %llu: %u of %u threads have arrived",
+                    static_cast<unsigned long long>(f.wait_detail), b.arrived, b.expected);
     }
     case Wait::Cluster:
-      return format("waits at the cluster barrier: %u of %u threads have arrived", w.cta->cluster->arrived, w.cta->cluster->expected);
+      return format("waits at the cluster barrier: %u of %u threads have arrived", w.cta->cluster->arrived,
+                    w.cta->cluster->expected);
     case Wait::Mbarrier: {
       for (const Cta* c : w.cta->cluster->ctas) {
         const uint64_t offset = f.wait_detail - c->shared->base;
         if (f.wait_detail < c->shared->base || offset >= c->shared->size) continue;
         const auto it = c->shared->mbarriers.find(static_cast<uint32_t>(offset));
-        if (it != c->shared->mbarriers.end()) return format("waits for phase parity %u of ", f.parity) + mbarrier_text(*it->second);
+        if (it != c->shared->mbarriers.end())
+          return format("waits for phase parity %u of ", f.parity) + mbarrier_text(*it->second);
       }
       return "waits for an mbarrier";
     }
-    case Wait::Async: return "waits for its asynchronous operations";
+    case Wait::Async:
+      return "waits for its asynchronous operations";
     case Wait::Registers:
-      return format("setmaxnreg waits for registers: has %u, wants %llu, %u are free in the CTA", w.register_count,
-                    static_cast<unsigned long long>(f.wait_detail), w.cta->free_registers);
-    case Wait::Time: return "sleeps";
-    case Wait::Grid: return "waits for the previous grid";
+      return format("setmaxnreg waits for registers: has %u, wants %llu, %u are free in the CTA",
+                    w.register_count, static_cast<unsigned long long>(f.wait_detail), w.cta->free_registers);
+    case Wait::Time:
+      return "sleeps";
+    case Wait::Grid:
+      return "waits for the previous grid";
     case Wait::Poll: {
       std::string text = "polls unchanged memory:";
       size_t shown = 0;
@@ -116,7 +138,8 @@ std::string Machine::wait_text(const Warp& w, const Fragment& f) const {
       }
       return text;
     }
-    default: return "is ready";
+    default:
+      return "is ready";
   }
 }
 
@@ -133,7 +156,8 @@ void Machine::deadlock() {
       for (const auto& f : w->fragments) {
         const Program& p = *cta->grid->program;
         const std::string what = p.describe(p.code[static_cast<size_t>(f->pc)]) + " " + wait_text(*w, *f);
-        const auto same = std::find_if(groups.begin(), groups.end(), [&](const Group& g) { return g.what == what; });
+        const auto same =
+            std::find_if(groups.begin(), groups.end(), [&](const Group& g) { return g.what == what; });
         if (same != groups.end()) {
           ++same->more;
           continue;
@@ -149,6 +173,15 @@ void Machine::deadlock() {
       break;
     }
     text += "\n  " + g.who + (g.more ? format(" and %d more like it", g.more) : "") + ": " + g.what;
+  }
+  for (const auto& g : grids) {
+    const uint64_t waiting = g->clusters - g->next_cluster;
+    if (g->started && waiting) {
+      text += format(
+          "\n  rank %d: %llu of %llu clusters of %s have not started, since the running CTAs leave no room",
+          g->rank, static_cast<unsigned long long>(waiting), static_cast<unsigned long long>(g->clusters),
+          g->entry->name.c_str());
+    }
   }
   throw Error(ErrorKind::Deadlock, text, true);
 }

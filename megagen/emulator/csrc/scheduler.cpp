@@ -1,4 +1,5 @@
-// Who runs next: fragments within a warp, warps within the machine, asynchronous events, and the passing of time.
+// Who runs next: fragments within a warp, warps within the machine, asynchronous events, and the passing of
+// time.
 #include <algorithm>
 
 #include "machine.hpp"
@@ -8,13 +9,16 @@ namespace megagen::emulator {
 
 namespace {
 
-constexpr uint32_t kPatience = 3;         // equal iterations before a loop is put to sleep
-constexpr uint32_t kProbePatience = 256;  // the same, when it is the last chance before a deadlock is reported
-constexpr size_t kMaxPlaces = 128;        // words that one loop may poll
-constexpr uint32_t kStarvation = 4096;    // instructions that one fragment may run while others of its warp are ready
+constexpr uint32_t kPatience = 3;  // equal iterations before a loop is put to sleep
+constexpr uint32_t kProbePatience =
+    256;                            // the same, when it is the last chance before a deadlock is reported
+constexpr size_t kMaxPlaces = 128;  // words that one loop may poll
+constexpr uint32_t kStarvation =
+    4096;  // instructions that one fragment may run while others of its warp are ready
 constexpr uint64_t kMaxTimeStep = 1000000000;
-constexpr uint32_t kIdleRounds = 1000;    // times that sleepers wake up in vain before their sleep counts as polling
-constexpr uint64_t kBarren = 20000000;    // warp instructions without any change that others can see
+constexpr uint32_t kIdleRounds =
+    1000;  // times that sleepers wake up in vain before their sleep counts as polling
+constexpr uint64_t kBarren = 20000000;  // warp instructions without any change that others can see
 
 uint64_t mix(uint64_t h, uint64_t v) {
   h ^= v + 0x9E3779B97F4A7C15 + (h << 6) + (h >> 2);
@@ -23,7 +27,8 @@ uint64_t mix(uint64_t h, uint64_t v) {
 
 }  // namespace
 
-// --- Fragments -----------------------------------------------------------------------------------------------------
+// --- Fragments
+// -----------------------------------------------------------------------------------------------------
 
 /// Deepest call first, then lowest address: lanes that lag behind catch up, so that branches reconverge.
 Fragment* Machine::pick(Warp& warp) {
@@ -58,8 +63,8 @@ Fragment* Machine::reconverge(Warp& warp, Fragment* f) {
       warp.fragments.erase(warp.fragments.begin() + static_cast<long>(k));
       continue;
     }
-    give_way |= o->wait == Wait::None && (o->stack.size() > f->stack.size() ||
-                                          (o->stack.size() == f->stack.size() && o->pc < f->pc));
+    give_way |= o->wait == Wait::None &&
+                (o->stack.size() > f->stack.size() || (o->stack.size() == f->stack.size() && o->pc < f->pc));
     ++k;
   }
   return give_way ? pick(warp) : f;
@@ -101,7 +106,8 @@ bool Exec::gather(const Instr& i, const Ref& member_mask) {
     const int l = __builtin_ctz(rest);
     if (members[l] == wanted) same |= 1u << l;
     if (!(members[l] >> l & 1)) {
-      fail(ErrorKind::Emulator, format("lane %d isn't in its own member mask 0x%08x (undefined behaviour)", l, members[l]));
+      fail(ErrorKind::Emulator,
+           format("lane %d isn't in its own member mask 0x%08x (undefined behaviour)", l, members[l]));
     }
   }
   const Mask required = wanted & w.live;
@@ -124,13 +130,18 @@ bool Exec::gather(const Instr& i, const Ref& member_mask) {
   Mask together = 0;
   bool one_place = true;
   for (const auto& o : w.fragments) {
-    if (o->wait != Wait::WarpSync || o->sync_mask != wanted || program.code[static_cast<size_t>(o->pc)].fn != i.fn) continue;
+    if (o->wait != Wait::WarpSync || o->sync_mask != wanted ||
+        program.code[static_cast<size_t>(o->pc)].fn != i.fn)
+      continue;
     together |= o->mask;
     one_place &= o->pc == f->pc && o->stack == f->stack;
   }
   if ((together & required) != required) return false;
   if (!one_place) {
-    if (i.operands != 0) fail(ErrorKind::UnsupportedInstruction, "lanes of one member mask execute this instruction at different addresses; see PTX ISA, Parallel Synchronization and Communication Instructions");
+    if (i.operands != 0)
+      fail(ErrorKind::UnsupportedInstruction,
+           "lanes of one member mask execute this instruction at different addresses; see PTX ISA, Parallel "
+           "Synchronization and Communication Instructions");
     warp_barrier(together);
     for (const auto& o : w.fragments) {
       if (o->wait == Wait::WarpSync && o->sync_mask == wanted && (o->mask & together)) {
@@ -180,7 +191,8 @@ void Exec::jump(int32_t target) {
     loop->head = target;
     return;
   }
-  const bool idle = !loop->changed && !loop->overflow && (loop->strong || loop->timed) && loop->hash == loop->last_hash;
+  const bool idle =
+      !loop->changed && !loop->overflow && (loop->strong || loop->timed) && loop->hash == loop->last_hash;
   loop->streak = idle ? loop->streak + 1 : 0;
   if (loop->streak >= f->patience) {
     ++m.counters.polls;
@@ -197,7 +209,8 @@ void Exec::jump(int32_t target) {
   loop->changed = loop->strong = loop->timed = loop->overflow = false;
 }
 
-// --- Polling -------------------------------------------------------------------------------------------------------
+// --- Polling
+// -------------------------------------------------------------------------------------------------------
 
 void Exec::note_read(uint64_t place, uint32_t bytes, uint64_t value, bool strong) {
   for (LoopWatch& l : f->loops) {
@@ -270,7 +283,8 @@ void Machine::touched(Region& region, uint64_t offset, uint32_t bytes) {
   }
 }
 
-// --- Warps and events ----------------------------------------------------------------------------------------------
+// --- Warps and events
+// ----------------------------------------------------------------------------------------------
 
 void Machine::enqueue(Warp& warp) {
   if (warp.queued) return;
@@ -296,10 +310,14 @@ void Machine::wake(Warp& warp, Fragment& f) {
 /// Mostly soon, sometimes late, now and then very late.
 uint64_t Machine::random_delay() {
   switch (random.below(8)) {
-    case 0: return 0;
-    case 1: return random.below(4);
-    case 7: return random.below(400);
-    default: return random.below(40);
+    case 0:
+      return 0;
+    case 1:
+      return random.below(4);
+    case 7:
+      return random.below(400);
+    default:
+      return random.below(40);
   }
 }
 
@@ -313,8 +331,16 @@ void Machine::run_warp(Warp& w) {
   const Program& p = *grid.program;
   program = &p;
   Fragment* f = pick(w);
-  Exec x{*this, w, f, p, 0, {w.registers, const_cast<uint8_t*>(grid.constants)}, w.undefined.data(), w.shadow,
-         w.predicates.data(), w.predicate_undefined.data()};
+  Exec x{*this,
+         w,
+         f,
+         p,
+         0,
+         {w.registers, const_cast<uint8_t*>(grid.constants)},
+         w.undefined.data(),
+         w.shadow,
+         w.predicates.data(),
+         w.predicate_undefined.data()};
   const Instr* code = p.code.data();
   current_warp = &w;
   uint64_t executed = 0;
@@ -356,7 +382,8 @@ void Machine::run_warp(Warp& w) {
   if (pick(w)) enqueue(w);
 }
 
-/// Nothing can run and no event is pending: lets time pass, gives sleepers another try, or reports a deadlock.
+/// Nothing can run and no event is pending: lets time pass, gives sleepers another try, or reports a
+/// deadlock.
 bool Machine::idle() {
   uint64_t earliest = UINT64_MAX;
   bool pure_time = false, timed = false, any = false;
@@ -384,6 +411,7 @@ bool Machine::idle() {
     each([&](Warp& w, Fragment& f) {
       if (f.wait == Wait::Time && f.wake_time <= time_ns) wake(w, f);
     });
+    time_out_waits();
     return true;
   }
   const auto retry = [&](uint32_t patience, bool only_timed) {
@@ -421,6 +449,20 @@ bool Machine::idle() {
   deadlock();
 }
 
+/// try_wait suspends a thread for a limited time only: its loop may have another way out.
+void Machine::time_out_waits() {
+  for (const auto& cta : slots) {
+    if (!cta) continue;
+    for (const auto& w : cta->warps) {
+      for (const auto& f : w->fragments) {
+        if (f->wait != Wait::Mbarrier || f->wake_time > tick) continue;
+        f->give_up = true;
+        wake(*w, *f);
+      }
+    }
+  }
+}
+
 void Machine::run() {
   start_clusters();
   try {
@@ -445,7 +487,7 @@ void Machine::run() {
       ready.pop_back();
       w->queued = false;
       if (!w->live) continue;
-      ++tick;
+      if ((++tick & (kWaitTicks - 1)) == 0) time_out_waits();
       run_warp(*w);
       if (barren_progress != progress_count) {
         barren_progress = progress_count;
@@ -454,7 +496,8 @@ void Machine::run() {
         deadlock();
       }
       if (options.max_steps && counters.instructions > options.max_steps) {
-        fail(ErrorKind::StepLimit, format("the run took more than max_steps=%llu warp instructions; raise max_steps if the kernel may take that long",
+        fail(ErrorKind::StepLimit, format("the run took more than max_steps=%llu warp instructions; raise "
+                                          "max_steps if the kernel may take that long",
                                           static_cast<unsigned long long>(options.max_steps)));
       }
     }
@@ -462,6 +505,10 @@ void Machine::run() {
     if (e.located || !current_warp || !current) throw;
     throw Error(e.kind, locate(e, *current_warp, current_lanes, *current), true);
   }
+  // The host waits here for all ranks: what comes later is ordered after everything so far.
+  Clock all;
+  for (const Clock& c : stream_clock) all.join(c);
+  for (Clock& c : stream_clock) c = all;
 }
 
 }  // namespace megagen::emulator

@@ -212,13 +212,21 @@ void mg_tensor_bytes(const uint8_t* bytes, uint32_t* shared, uint32_t* transacti
   *transaction = transaction_bytes(map);
 }
 
+/// Writes why the copy faults, or an empty string.
+void mg_tensor_copy_violation(const uint8_t* bytes, const int32_t* coordinates, uint32_t shared, int store,
+                              char* message, int capacity) {
+  TensorMap map;
+  decode_tensor_map(bytes, map);
+  std::snprintf(message, capacity, "%s", copy_violation(map, coordinates, shared, store).c_str());
+}
+
 /// Runs as (global, shared, bytes, in_bounds) rows; returns their number, at most `capacity` are written.
-int mg_tensor_runs(const uint8_t* bytes, const int32_t* coordinates, uint32_t shared, int64_t* out,
+int mg_tensor_runs(const uint8_t* bytes, const int32_t* coordinates, uint32_t shared, int store, int64_t* out,
                    int capacity) {
   TensorMap map;
   decode_tensor_map(bytes, map);
   int count = 0;
-  for_each_run(map, coordinates, shared, [&](const TensorRun& run) {
+  for_each_run(store ? clipped_by_units(map) : map, coordinates, shared, [&](const TensorRun& run) {
     if (count < capacity) {
       int64_t* row = out + 4 * count;
       row[0] = static_cast<int64_t>(run.global);

@@ -230,11 +230,20 @@ def acceptable(spec: TensorMapSpec) -> bool:
         return False
 
 
+def copy_faults(case: Case) -> bool:
+    detail = case.detail
+    encoded = encoded_map(detail["map"])
+    violation = native.tensor_copy_violation(
+        encoded, detail["coordinates"], detail["offset"], detail["store"]
+    )
+    return violation != ""
+
+
 def _tensor_copy(case: Case) -> np.ndarray:
     detail, arguments = case.detail, case.arguments()
     spec: TensorMapSpec = detail["map"]
     encoded = encoded_map(spec)
-    runs = native.tensor_runs(encoded, detail["coordinates"], detail["offset"])
+    runs = native.tensor_runs(encoded, detail["coordinates"], detail["offset"], detail["store"])
     if detail["store"]:
         shared, output = arguments[1].view(np.uint8), arguments[2]
         assert isinstance(output, Output) and output.initial is not None

@@ -1,0 +1,252 @@
+"""Cases of a layer on the emulator: what is run, and what makes its result right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from megagen.contract import Contract, ceil_div
+from megagen.emulator.layer import CallResult, EmulatedLayer, Inputs, Kernel
+from megagen.errors import EmulatorError
+from megagen.formats import quantize_activation
+from megagen.planning import KernelPlan, make_plan
+from megagen.planning.plan import BLOCK_K, MATH_WARPS
+from megagen.reference import fold_topk, moe_forward, relative_error
+from megagen.routing import make_routing
+from megagen.shape import MoEShape
+from megagen.weights import ExpertWeights, random_experts
+
+WEIGHT_SEED = 0
+TWIN_BLOCK_M = 64
+WGMMA_K = 32
+
+
+class Limits(NamedTuple):
+    """Largest relative Frobenius errors against the reference: of the whole output, of a token's row."""
+
+    whole: float
+    row: float
+
+
+MANY_ROWS = 64
+LIMITS_OF_MANY = Limits(6e-3, 3e-2)
+LIMITS_OF_FEW = Limits(3e-2, 1e-1)
+"""Of outputs of fewer rows. Now and then an intermediate value that the tensor core truncated becomes the next
+E4M3 number: over many rows that is a matter of statistics, over few it says little, and bits are compared instead."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, the tokens of its ranks, and one interleaving.
+
+    Attributes:
+        plans: each rank's, all of one contract.
+        sms: each rank's SMs.
+        tokens: each rank's tokens.
+        seed: of tokens, routing and interleaving. Expert weights are the same for all seeds.
+        launches: calls in a row on the same buffers, each with tokens of its own.
+    """
+
+    plans: tuple[KernelPlan, ...]
+    sms: tuple[int, ...]
+    tokens: tuple[int, ...]
+    routing: str = "uniform"
+    seed: int = 0
+    launches: int = 1
+
+    @property
+    def contract(self) -> Contract:
+        return self.plans[0].contract
+
+    @property
+    def shape(self) -> MoEShape:
+        return self.contract.shape
+
+    def inputs(self, launch: int = 0) -> list[Inputs]:
+        """Each rank's arguments; what all ranks have together does not depend on how they share it."""
+        total = sum(self.tokens)
+        seed = self.seed + 1_000_003 * launch
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(total, self.shape.hidden, generator=generator)
+        x *= 4 ** torch.rand(total, 1, generator=generator)  # an SF of another row shows
+        ids, weights = (torch.from_numpy(a) for a in make_routing(self.routing, self.shape, total, seed))
+        parts = (tensor.split(self.tokens) for tensor in (x.bfloat16(), ids, weights))
+        return [Inputs(*part) for part in zip(*parts)]
+
+    def twin(self) -> Case:
+        """The same tokens on one rank with one SM: by the contract, the same bits."""
+        capacity = self.contract.ranks * self.contract.max_tokens
+        alone = replace(self.contract, ranks=1, max_tokens=capacity)
+        plan = make_plan(alone, self.plans[0].arch, sum(self.tokens), sms=1, block_m=TWIN_BLOCK_M)
+        return replace(self, plans=(plan,), sms=(1,), tokens=(sum(self.tokens),))
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "shape": str(self.shape),
+            "ranks": len(self.tokens),
+            "tokens": list(self.tokens),
+            "sms": list(self.sms),
+            "block_m": [plan.block_m for plan in self.plans],
+            "plans": [plan.name for plan in self.plans],
+            "routing": self.routing,
+            "seed": self.seed,
+            "launches": self.launches,
+        }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a case came out right, and why not.
+
+    Attributes:
+        whole, row: largest relative errors over its launches; None if it did not end.
+        error: what the emulator raised, if it did.
+        wrong: everything else that is not as it should be.
+        instructions: warp instructions executed.
+    """
+
+    whole: float | None
+    row: float | None
+    error: EmulatorError | None
+    wrong: tuple[str, ...]
+    instructions: int
+
+    @property
+    def right(self) -> bool:
+        return self.error is None and not self.wrong
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "right": self.right,
+            "whole": self.whole,
+            "worst_row": self.row,
+            "error": None if self.error is None else type(self.error).__name__,
+            "message": None if self.error is None else str(self.error),
+            "wrong": list(self.wrong),
+            "instructions": self.instructions,
+        }
+
+
+def prepare(case: Case, kernels: Sequence[Kernel] | None = None, **machine: Any) -> EmulatedLayer:
+    """The layer of a case, ready to run.
+
+    Args:
+        kernels: each rank's; by default what its plan renders to.
+        machine: options of ``Machine``.
+    """
+    kernels = kernels or [Kernel.of(plan) for plan in case.plans]
+    options = {"seed": case.seed, **machine}
+    return EmulatedLayer(case.contract, kernels, case.sms, expert_weights(case.shape), **options)
+
+
+def run(case: Case, layer: EmulatedLayer) -> list[CallResult]:
+    """Run all launches of a case.
+
+    Raises:
+        EmulatorError: what the machine found.
+    """
+    if case.launches == 1:
+        return [layer.call(case.inputs())]
+    return layer.call_in_a_row([case.inputs(launch) for launch in range(case.launches)])
+
+
+def judge(case: Case, results: Sequence[CallResult], instructions: int) -> Verdict:
+    """Compare the outputs of a run with the reference, and look at what it left behind."""
+    contract = case.contract
+    wrong: list[str] = []
+    whole = row = 0.0
+    for launch, result in enumerate(results):
+        x, ids, weights = (torch.cat(parts) for parts in zip(*case.inputs(launch)))
+        expected = moe_forward(
+            quantize_activation(x, contract.format),  # type: ignore[arg-type]
+            ids,
+            weights,
+            expert_weights(case.shape),
+            activation=contract.activation,  # type: ignore[arg-type]
+            clamp=contract.clamp,
+        )
+        error = relative_error(torch.cat(result.outputs), expected)
+        limits = LIMITS_OF_MANY if len(x) >= MANY_ROWS else LIMITS_OF_FEW
+        if not error.within(*limits):
+            wrong.append(
+                f"launch {launch}: relative error {error.whole:.1e}, worst row {error.worst_row:.1e}; "
+                f"the limits are {limits.whole:g} and {limits.row:g}"
+            )
+        whole, row = max(whole, error.whole), max(row, error.worst_row)
+    wrong += results[-1].leftovers
+    wrong += [
+        f"rank {rank} reports a failure: {status}"
+        for rank, status in enumerate(results[-1].status)
+        if status["code"] or status["aborted_by"]
+    ]
+    return Verdict(whole, row, None, tuple(wrong), instructions)
+
+
+def check(case: Case, layer: EmulatedLayer | None = None, *, compare_bits: bool = False) -> Verdict:
+    """Run a case and judge it.
+
+    Args:
+        layer: what ``prepare`` made of it; by default made here.
+        compare_bits: also run its twin, and compare bit by bit.
+    """
+    layer = layer or prepare(case)
+    try:
+        results = run(case, layer)
+    except EmulatorError as error:
+        return Verdict(None, None, error, (), layer.machine.report().instructions)
+    verdict = judge(case, results, layer.machine.report().instructions)
+    if compare_bits and any(case.tokens):
+        verdict = replace(verdict, wrong=(*verdict.wrong, *_other_bits(case, results)))
+    return verdict
+
+
+def _other_bits(case: Case, results: Sequence[CallResult]) -> list[str]:
+    """Where the outputs differ from those of the case's twin."""
+    twin = case.twin()
+    expected = run(twin, prepare(twin, races=False, proxy="off"))
+    wrong = []
+    for launch, (own, other) in enumerate(zip(results, expected)):
+        mine, theirs = (torch.cat(result.outputs).view(torch.int16) for result in (own, other))
+        differ = (mine != theirs).any(dim=1).nonzero().flatten().tolist()
+        if differ:
+            wrong.append(
+                f"launch {launch}: {len(differ)} of {len(mine)} tokens have other bits than on one rank with "
+                f"one SM, the first is token {differ[0]} of all ranks together"
+            )
+    return wrong
+
+
+@lru_cache(maxsize=4)
+def expert_weights(shape: MoEShape) -> ExpertWeights:
+    """The random experts of every case of this shape."""
+    return random_experts(shape, range(shape.experts), WEIGHT_SEED)
+
+
+def expected_matrix_operations(case: Case) -> int:
+    """WGMMA instructions, counted per warpgroup, of all launches of a case: the measure of its progress."""
+    total = 0
+    for launch in range(case.launches):
+        ids, weights = (torch.cat(parts) for parts in list(zip(*case.inputs(launch)))[1:])
+        folded, _ = fold_topk(ids, weights, case.shape.experts)
+        counts = torch.bincount(folded[folded >= 0].flatten(), minlength=case.shape.experts)
+        for plan, own in zip(case.plans, counts.chunk(len(case.plans))):
+            total += sum(_matrix_operations(plan, rows) for rows in own.tolist())
+    return total
+
+
+def _matrix_operations(plan: KernelPlan, rows: int) -> int:
+    """Of one expert with this many rows: per K block, both halves of a warpgroup's part in WGMMA_K steps."""
+    shape, layout = plan.contract.shape, plan.weight_layout
+    k_blocks = (layout.n_tiles13 * shape.hidden + layout.n_tiles2 * shape.intermediate) // BLOCK_K
+    groups = MATH_WARPS // 4
+    if plan.operand_order == "tokens_on_m":  # a warpgroup none of whose rows are in use passes
+        working = ceil_div(rows, plan.block_m // groups)
+    else:
+        working = ceil_div(rows, plan.block_m) * groups
+    return working * k_blocks * 2 * (BLOCK_K // WGMMA_K)

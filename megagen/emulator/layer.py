@@ -1,0 +1,315 @@
+"""A whole layer on the emulator: the ranks' buffers, weights and kernels, and calls of the layer.
+
+The counterpart of ``runtime.layer`` for a machine without a GPU. What a kernel is given is as undefined as on
+a real machine: only what the runtime zeroes or fills is defined, the rest is poisoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megagen import companion
+from megagen.arch import Arch
+from megagen.cache import default_cache
+from megagen.contract import Contract, Layout, WeightLayout
+from megagen.emulator.machine import Buffer, Machine, Module, Report
+from megagen.errors import InputError
+from megagen.formats import quantize_activation
+from megagen.planning import KernelPlan
+from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, params_fields
+from megagen.render import render, render_quantize
+from megagen.runtime.params import ParamStruct
+from megagen.weights import ExpertWeights, to_kernel_layout
+
+ZEROED = {
+    "symmetric": ("control", "flags", "pending"),
+    "local": ("launch", "send_count", "l1_arrival", "l2_arrival", "l2_finished"),
+}
+"""Regions that the runtime zeroes before the first launch; all but the launch words are zero after each."""
+
+_DROPPED_WORD = 2  # of the launch region: expert ids out of range so far
+_POISON = 0xFF  # NaN in E4M3, bfloat16 and float32
+_TIMEOUT_NS = 1_000_000_000
+
+
+class Inputs(NamedTuple):
+    """One rank's arguments of a call: bfloat16 [T, H], int32 [T, K], float32 [T, K]."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A plan's source and the PTX of it; a test may put another text there."""
+
+    plan: KernelPlan
+    source: str
+    ptx: str
+    entry: str
+
+    @classmethod
+    def of(cls, plan: KernelPlan) -> Kernel:
+        """Rendered and compiled; from the cache of compiled kernels if it is there."""
+        source = render(plan)
+        target = Arch.get(plan.arch).compile_target
+        compiled = default_cache().load_or_compile(source, target, name=f"{plan.name}.cu")
+        return cls(plan, source, compiled.ptx, compiled.entry)
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What a call left behind.
+
+    Attributes:
+        outputs: bfloat16 [T, H] of each rank.
+        status: each rank's status block, by field.
+        leftovers: regions that should be zero between launches and are not, in words; empty if all is well.
+        report: counts of the machine since it was made.
+    """
+
+    outputs: list[torch.Tensor]
+    status: list[dict[str, int]]
+    leftovers: list[str]
+    report: Report
+
+
+class EmulatedLayer:
+    """The ranks of one layer on one machine; calls follow each other on the same buffers.
+
+    Args:
+        contract: of all ranks.
+        kernels: each rank's; plans may differ.
+        sms: each rank's CTAs, one per SM.
+        weights: all experts, in checkpoint layout.
+        machine: options of ``Machine``, such as ``seed`` and ``max_steps``.
+
+    Raises:
+        InputError: not one kernel or SM count for each rank, or a kernel of another contract.
+    """
+
+    def __init__(
+        self,
+        contract: Contract,
+        kernels: Sequence[Kernel],
+        sms: Sequence[int],
+        weights: ExpertWeights,
+        **machine: Any,
+    ) -> None:
+        for name, given in (("kernels", kernels), ("sms", sms)):
+            if len(given) != contract.ranks:
+                raise InputError(
+                    f"{name} has {len(given)} entries, ranks={contract.ranks}; give one for each"
+                )
+        for kernel in kernels:
+            if kernel.plan.contract != contract:
+                raise InputError(f"kernel {kernel.plan.name} is for another contract than the layer's")
+        self.contract, self.kernels, self.sms = contract, tuple(kernels), tuple(sms)
+        self.machine = Machine(kernels[0].plan.arch, ranks=contract.ranks, sms=max(sms), **machine)
+        self._modules: dict[str, Module] = {}
+        self._traces: dict[int, Buffer] = {}
+        self._launches = 0
+        self._quantize: Kernel | None = None
+        self._symm = [self._memory(rank, contract.symm, ZEROED["symmetric"]) for rank in self._ranks]
+        self._local = [self._memory(r, k.plan.local, ZEROED["local"]) for r, k in enumerate(kernels)]
+        self._status = [self._upload(r, np.zeros(len(STATUS_FIELDS), np.uint32)) for r in self._ranks]
+        self._params = [self._rank_params(rank, weights) for rank in self._ranks]
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.contract.ranks)
+
+    def call(self, inputs: Sequence[Inputs]) -> CallResult:
+        """One launch, its inputs filled in by the host.
+
+        Args:
+            inputs: each rank's; T may differ, and be 0.
+
+        Raises:
+            EmulatorError: what the machine found; it can't be used any more.
+        """
+        for rank, own in enumerate(inputs):
+            self._fill(rank, own)
+        outputs = [self._queue(rank, own) for rank, own in enumerate(inputs)]
+        return self._finish([outputs])[0]
+
+    def call_in_a_row(self, calls: Sequence[Sequence[Inputs]]) -> list[CallResult]:
+        """Several launches that no host waits between, each after the companion kernel that fills its inputs.
+
+        A rank may be a launch ahead of its peers. Status and leftovers are those after the last.
+        """
+        queued = []
+        for inputs in calls:
+            for rank, own in enumerate(inputs):
+                self._queue_companion(rank, own)
+            queued.append([self._queue(rank, own) for rank, own in enumerate(inputs)])
+        return self._finish(queued)
+
+    def trace(self, rank: int) -> np.ndarray:
+        """uint32 [SMs, warps, TRACE_CAPACITY, 4]: a traced rank's records; zero where there is none."""
+        return self._traces[rank].view.copy()
+
+    # -- memory
+
+    def _upload(self, rank: int, values: np.ndarray) -> Buffer:
+        buffer = self.machine.alloc(rank, values.shape, values.dtype)
+        buffer.array[:] = values
+        return buffer
+
+    def _memory(self, rank: int, layout: Layout, zeroed: Sequence[str]) -> Buffer:
+        """Poisoned and undefined, but for the zeroed regions."""
+        buffer = self.machine.alloc(rank, layout.size)
+        buffer.array[:] = _POISON
+        undefined = buffer.undefined_bits
+        undefined[:] = 0xFF
+        for name in zeroed:
+            region = layout[name]
+            buffer.view[region.offset : region.end] = 0
+            undefined[region.offset : region.end] = 0
+        return buffer
+
+    def _rank_params(self, rank: int, weights: ExpertWeights) -> ParamStruct:
+        contract, plan = self.contract, self.kernels[rank].plan
+        layout: WeightLayout = plan.weight_layout
+        first = rank * contract.local_experts
+        own = ExpertWeights(*(tensor[first : first + contract.local_experts] for tensor in weights))
+        params = ParamStruct(params_fields(contract.ranks, plan.trace))
+        for name, tensor in to_kernel_layout(own, layout)._asdict().items():
+            params.set(name, self._upload(rank, tensor.numpy()).ptr)
+        bases = [buffer.ptr for buffer in self._symm]
+        params.set("symm", bases[rank])
+        params.set("local", self._local[rank].ptr)
+        params.set("status", self._status[rank].ptr)
+        params.set("timeout_ns", _TIMEOUT_NS)
+        params.set("rank", rank)
+        params.set("offsets", [base - bases[rank] for base in bases])
+        if plan.trace:
+            shape = (self.sms[rank], plan.threads // 32, TRACE_CAPACITY, 4)
+            self._traces[rank] = self._upload(rank, np.zeros(shape, np.uint32))
+            params.set("trace", self._traces[rank].ptr)
+        return params
+
+    def _fill(self, rank: int, inputs: Inputs) -> None:
+        """Put a rank's inputs into its symmetric buffer; rows beyond them are undefined again."""
+        values, scale = quantize_activation(inputs.x, self.contract.format)  # type: ignore[arg-type]
+        regions = {
+            "x": values.view(torch.uint8).numpy(),
+            "x_sf": scale.numpy(),
+            "topk_ids": inputs.topk_ids.to(torch.int32).numpy(),
+            "topk_weights": inputs.topk_weights.float().numpy(),
+        }
+        buffer = self._symm[rank]
+        for name, array in regions.items():
+            region = self.contract.symm[name]
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            buffer.view[region.offset : region.end] = _POISON
+            buffer.undefined_bits[region.offset : region.end] = 0xFF
+            buffer.view[region.offset : region.offset + data.size] = data
+            buffer.undefined_bits[region.offset : region.offset + data.size] = 0
+
+    # -- launches
+
+    def _load(self, kernel: Kernel) -> Module:
+        if kernel.ptx not in self._modules:
+            self._modules[kernel.ptx] = self.machine.load(kernel.ptx, kernel.source)
+        return self._modules[kernel.ptx]
+
+    def _queue(self, rank: int, inputs: Inputs) -> Buffer:
+        """Queue a rank's launch; the buffer of its output, [T, H]."""
+        kernel, tokens = self.kernels[rank], len(inputs.x)
+        output = self.machine.alloc(rank, (tokens, self.contract.shape.hidden), np.uint16).expect_defined()
+        params = self._params[rank]
+        params.set("output", output.ptr)
+        params.set("num_tokens", tokens)
+        plan = kernel.plan
+        self.machine.launch(
+            self._load(kernel),
+            kernel.entry,
+            self.sms[rank],
+            plan.threads,
+            plan.cluster,
+            plan.smem.size,
+            [[params.to_bytes()]],
+            ranks=[rank],
+        )
+        return output
+
+    def _queue_companion(self, rank: int, inputs: Inputs) -> None:
+        kernel = self._companion()
+        tokens, hidden = len(inputs.x), self.contract.shape.hidden
+        params = ParamStruct(companion.QUANTIZE_FIELDS)
+        sources = {
+            "x": inputs.x.bfloat16().contiguous().view(torch.int16),
+            "topk_ids": inputs.topk_ids.to(torch.int32),
+            "topk_weights": inputs.topk_weights.float(),
+        }
+        for name, tensor in sources.items():
+            if tokens:
+                params.set(name, self._upload(rank, tensor.numpy()).ptr)
+        params.set("row_bytes", hidden * 2)
+        params.set("symm", self._symm[rank].ptr)
+        params.set("num_tokens", tokens)
+        ctas = companion.quantize_ctas(hidden, tokens, self.sms[rank])
+        arguments = [[params.to_bytes()]]
+        self.machine.launch(
+            self._load(kernel), kernel.entry, ctas, companion.THREADS, args=arguments, ranks=[rank]
+        )
+
+    def _companion(self) -> Kernel:
+        if self._quantize is None:
+            plan = self.kernels[0].plan
+            source = render_quantize(self.contract)
+            name = f"{companion.quantize_name(self.contract)}.cu"
+            target = Arch.get(plan.arch).compile_target
+            compiled = default_cache().load_or_compile(source, target, name=name)
+            self._quantize = Kernel(plan, source, compiled.ptx, compiled.entry)
+        return self._quantize
+
+    def _finish(self, queued: Sequence[Sequence[Buffer]]) -> list[CallResult]:
+        report = self.machine.run()
+        self._launches += len(queued)
+        status, leftovers = [self._status_of(rank) for rank in self._ranks], self._leftovers()
+        return [
+            CallResult([_bfloat16(buffer) for buffer in outputs], status, leftovers, report)
+            for outputs in queued
+        ]
+
+    def _status_of(self, rank: int) -> dict[str, int]:
+        words = self._status[rank].view
+        return {field.name: int(word) for field, word in zip(STATUS_FIELDS, words)}
+
+    def _leftovers(self) -> list[str]:
+        found = []
+        for rank in self._ranks:
+            for kind, buffer, layout in (
+                ("symmetric", self._symm[rank], self.contract.symm),
+                ("local", self._local[rank], self.kernels[rank].plan.local),
+            ):
+                for name in ZEROED[kind]:
+                    found += self._leftovers_of(rank, name, layout, buffer)
+        return found
+
+    def _leftovers_of(self, rank: int, name: str, layout: Layout, buffer: Buffer) -> list[str]:
+        region = layout[name]
+        words = buffer.view[region.offset : region.end].view(np.uint32)
+        expected = np.zeros_like(words)
+        if name == "launch":
+            expected[0], expected[_DROPPED_WORD] = self._launches, words[_DROPPED_WORD]
+        if name == "flags":
+            expected[:] = self._launches
+        wrong = np.flatnonzero(words != expected)
+        if not len(wrong):
+            return []
+        at = int(wrong[0])
+        after = f"after {self._launches} launches"
+        return [f"rank {rank}: {name}[{at}] is {words[at]} {after}, not {expected[at]}"]
+
+
+def _bfloat16(buffer: Buffer) -> torch.Tensor:
+    return torch.from_numpy(buffer.view.view(np.int16).copy()).view(torch.bfloat16)
