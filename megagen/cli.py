@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from megagen import __version__, errors
-from megagen.commands import bench, cache, doctor, generate, inspect, plan, run, tune
+from megagen.commands import bench, cache, doctor, emulate, generate, inspect, plan, run, tune
 from megagen.commands.output import warn
 
 EXIT_CODES: dict[type[errors.MegagenError], int] = {
@@ -53,6 +53,7 @@ app = typer.Typer(
 app.command("plan")(plan.plan)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
+app.command("emulate")(emulate.emulate)
 app.command("run")(run.run)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)

@@ -1,13 +1,13 @@
 """The ground truth in PyTorch: what a launch computes, on any device, without any of its machinery.
 
 It quantizes exactly where the kernel does. Dot products over one scale block are exact (float64 holds them)
-or, on request, those of Hopper's tensor cores; transcendentals are rounded from float64, and sums have a fixed
-order, so the result depends neither on the device nor on the number of ranks. What it cannot share with
-hardware is, in the fast activation, the last bits of ``ex2.approx`` and ``rcp.approx``.
+or, on request, those of Hopper's tensor cores; transcendentals are rounded from float64, and sums have a
+fixed order, so the result depends neither on the device nor on the number of ranks. What it cannot share
+with hardware is, in the fast activation, the last bits of ``ex2.approx`` and ``rcp.approx``.
 
-Exact dot products differ from the tensor cores' by up to 2^-13, so a few of a thousand intermediate elements
-get the neighbouring E4M3 code. In a large output this averages out at a relative error of 4e-3; in an output
-of a few tokens it does not.
+Tensor cores cut products off 2^-13 below the largest one, so a few in a thousand intermediate elements get
+the neighbouring E4M3 number. Against exact dot products that is a relative error of 4e-3 in a large output,
+and of up to several times that in an output of a few tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,6 +33,10 @@ Accumulation = Literal["exact", "hopper"]
 
 MAX_ROWS = 4096
 """Rows of one expert that are computed at a time, to bound memory."""
+
+MAX_HOPPER_PRODUCTS = 3e10
+"""Up to so many products, ``accumulation_for_check`` chooses "hopper": 65 tokens of a large model. They move
+half a terabyte through the GPU's memory. A larger output meets its tolerance without."""
 
 
 def moe_forward(
@@ -98,6 +102,19 @@ def moe_forward(
     for k in range(top_k):
         output = torch.where(ids[:, k, None] >= 0, output + combine[k].float(), output)
     return output.to(partial_dtype)
+
+
+def accumulation_for_check(
+    topk_ids: torch.Tensor, weights: ExpertWeights | Sequence[ExpertWeights]
+) -> Accumulation:
+    """How to accumulate in a reference for the output of the GPU that holds ``topk_ids``: "hopper" if it is a
+    Hopper and the output is small.
+    """
+    if not topk_ids.is_cuda or torch.cuda.get_device_capability(topk_ids.device)[0] != 9:
+        return "exact"
+    shard = weights if isinstance(weights, ExpertWeights) else weights[0]
+    products = topk_ids.numel() * (shard.w13[0].numel() + shard.w2[0].numel())
+    return "hopper" if products <= MAX_HOPPER_PRODUCTS else "exact"
 
 
 def fold_topk(

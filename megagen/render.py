@@ -11,6 +11,7 @@ import jinja2
 
 from megagen import __version__, companion
 from megagen.contract import SF_BLOCK, Contract
+from megagen.errors import PlanError
 from megagen.planning.plan import (
     BLOCK_K,
     BLOCK_N,
@@ -65,7 +66,12 @@ def _environment() -> jinja2.Environment:
 
 
 def render(plan: KernelPlan) -> str:
-    """The CUDA source of the plan's kernel; self-contained, entry point `ENTRY`."""
+    """The CUDA source of the plan's kernel; self-contained, entry point `ENTRY`.
+
+    Raises PlanError for an architecture whose kernels can be planned only.
+    """
+    if plan.arch != "sm90":
+        raise PlanError(f"arch={plan.arch!r}: there are templates for sm90 only, so this plan can't be rendered")
     contract = plan.contract
     return _finish(
         _environment()

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from megagen.errors import InputError
 from megagen.formats import dequantize_rows, quantize_activation
-from megagen.reference import fold_topk, moe_forward, pool_order, relative_error, swiglu
+from megagen.reference import (
+    accumulation_for_check,
+    fold_topk,
+    moe_forward,
+    pool_order,
+    relative_error,
+    swiglu,
+)
 from megagen.routing import make_routing
 from megagen.shape import MoEShape
 from megagen.weights import ExpertWeights, dequantize_fp8_block, dequantize_mxfp4, random_experts
@@ -112,6 +119,29 @@ def test_activations_and_sf_groups_agree_closely():
     assert relative_error(moe_forward(*args, activation="fast"), exact).within(whole=6e-3, row=3e-2)
     assert relative_error(moe_forward(*args, sf_group=64), exact).whole <= 4e-2
     assert not same_bits(moe_forward(*args, sf_group=64), exact)
+
+
+@pytest.mark.parametrize("sf_group", [64, 128])
+def test_hopper_accumulation_moves_few_of_the_intermediate_codes(sf_group):
+    args = inputs(TINY, 33)
+    exact = moe_forward(*args, sf_group=sf_group)
+    hopper = moe_forward(*args, sf_group=sf_group, accumulation="hopper")
+    assert relative_error(hopper, exact).within(whole=1e-2, row=3e-2)
+    assert not same_bits(hopper, exact)
+    # tests/emulator/test_tensor_core.py has the bits.
+
+
+def test_hopper_accumulation_of_sums_without_truncation_is_exact():
+    x, ids, routing_weights, weights = inputs(MICRO, 9)
+    ones = [torch.ones_like(w.float()).to(w.dtype) for w in (weights.w13, weights.w2)]
+    weights = weights._replace(w13=ones[0], w2=ones[1])
+    args = (torch.ones_like(x), ids, routing_weights, weights)
+    assert same_bits(moe_forward(*args, accumulation="hopper"), moe_forward(*args))
+
+
+def test_only_a_hopper_is_checked_with_its_accumulation():
+    _, ids, _, weights = inputs(MICRO, 2)
+    assert accumulation_for_check(ids, weights) == "exact"
 
 
 def test_prequantized_input_is_the_same_input():
@@ -264,6 +294,9 @@ def test_relative_error_never_passes_what_is_not_a_number():
         ({"format": "int8"}, r"format='int8'"),
         ({"activation": "gelu"}, r"activation='gelu'"),
         ({"sf_group": 32}, r"sf_group=32"),
+        ({"accumulation": "blackwell"}, r"accumulation='blackwell'"),
+        ({"accumulation": "hopper", "quantize_intermediate": False}, r"quantize_intermediate=False"),
+        ({"accumulation": "hopper", "format": "mxfp8_mxfp4"}, r"format='mxfp8_mxfp4'"),
     ],
 )
 def test_bad_arguments_are_named(change, words):

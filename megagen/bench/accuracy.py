@@ -8,7 +8,7 @@ import torch
 
 from megagen.bench.cases import Inputs
 from megagen.bench.contenders import DEEP_GEMM, MEGAGEN, PYTORCH
-from megagen.reference import Activation, moe_forward, relative_error
+from megagen.reference import Accumulation, Activation, accumulation_for_check, moe_forward, relative_error
 from megagen.weights import ExpertWeights
 
 
@@ -47,7 +47,7 @@ class Accuracy:
         activation: str = "fast",
         clamp: float | None = None,
     ) -> None:
-        def reference(quantize_intermediate: bool) -> torch.Tensor:
+        def reference(quantize_intermediate: bool, accumulation: Accumulation = "exact") -> torch.Tensor:
             return moe_forward(
                 (inputs.x_q, inputs.x_sf),
                 inputs.topk_ids,
@@ -56,9 +56,11 @@ class Accuracy:
                 activation=cast(Activation, activation),
                 clamp=clamp,
                 quantize_intermediate=quantize_intermediate,
+                accumulation=accumulation,
             )
 
-        self._expected, self._float32 = reference(True), reference(False)
+        self._expected = reference(True, accumulation_for_check(inputs.topk_ids, weights))
+        self._float32 = reference(False)
 
     def errors(self, output: torch.Tensor) -> Errors:
         """Errors of a bfloat16 [T, H]."""

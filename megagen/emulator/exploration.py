@@ -1,7 +1,7 @@
-"""Exploration: each seed draws one case, so that together the seeds meet every value and every pair of values.
+"""Exploration: each seed draws one case, so that together they meet every value and every pair of values.
 
-The stratified axes are rank count, routing and tile: within a block of seeds (``block_size``) each pair of their
-values occurs. Token counts, SM counts, shapes, launches and the rest of the plan are drawn evenly beside them.
+The stratified axes are rank count, routing and tile: within a block of seeds (``block_size``) each pair of
+their values occurs. Token and SM counts, shapes, launches and the rest of the plan are drawn evenly.
 """
 
 from __future__ import annotations

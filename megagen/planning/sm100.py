@@ -137,7 +137,7 @@ class Sm100Plan(KernelPlan):
 
     @property
     def load_rows(self) -> int:
-        """Token rows of a tile that each CTA of the pair loads."""
+        """Token rows of a tile that each CTA of the pair loads, the leader the first half."""
         return self.block_m // CLUSTER
 
     @property
@@ -185,7 +185,7 @@ class Sm100Plan(KernelPlan):
 
     @property
     def stage_transaction_bytes(self) -> int:
-        """Bytes that fill a stage of one CTA, as mbarriers count them."""
+        """Bytes that fill a stage of one CTA, as mbarriers count them; a pair's stage takes twice that."""
         return (
             self.weight_transaction_bytes
             + self.token_stage_bytes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ from megagen.compiler import CompiledKernel
 from megagen.contract import Contract
 from megagen.errors import CacheError, PlanError
 from megagen.planning import KernelPlan, PlanSet, plan_set
+from megagen.tuning import tuned_plan_set
 
 KERNELS_VARIABLE = "MEGAGEN_KERNELS"
 
@@ -73,25 +76,28 @@ def check_forced_plan(plan: KernelPlan, contract: Contract, arch: Arch) -> None:
 
 
 def _planned(contract: Contract, arch: Arch, sms: int, plan: KernelPlan | None) -> PlanSet:
-    if plan is None:
-        return plan_set(contract, arch.name, sms=sms)
-    return PlanSet((contract.max_tokens,), (plan,))
+    if plan is not None:
+        return PlanSet((contract.max_tokens,), (plan,))
+    return tuned_plan_set(contract, arch.name, sms) or plan_set(contract, arch.name, sms=sms)
 
 
 def _compile(plans: PlanSet, contract: Contract, arch: Arch) -> KernelBundle:
-    from megagen.cache import default_cache  # here, since kernels built ahead of time need neither
+    from megagen.cache import default_cache, recipe_of  # here, since kernels built ahead of time need none of it
     from megagen.render import render, render_quantize
 
     cache = default_cache()
-    sources = [(plan.name, render(plan)) for plan in plans.plans]
-    sources.append((quantize_name(contract), render_quantize(contract)))
+    wanted: list[tuple[str, str, Callable[[], str]]] = [
+        (plan.name, recipe_of(plan.hash), partial(render, plan)) for plan in plans.plans
+    ]
+    helper = quantize_name(contract)
+    wanted.append((helper, recipe_of(helper, contract.hash), partial(render_quantize, contract)))
 
-    def load(named: tuple[str, str]) -> CompiledKernel:
-        name, source = named
-        return cache.load_or_compile(source, arch.compile_target, name=f"{name}.cu")
+    def load(one: tuple[str, str, Callable[[], str]]) -> CompiledKernel:
+        name, recipe, source = one
+        return cache.load_or_render(recipe, source, arch.compile_target, name=f"{name}.cu")
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        *kernels, quantize = pool.map(load, sources)
+        *kernels, quantize = pool.map(load, wanted)
     return KernelBundle(plans, tuple(kernels), quantize)
 
 

@@ -16,6 +16,9 @@ from megagen.emulator import Machine
 from megagen.errors import EmulatorError, MemoryFault
 
 SMS = 8  # the largest grid with clusters has 8 CTAs
+BATCH = 16
+"""Kernels in one module: compiling many at once is quick, but a warp has the registers of all of them."""
+
 SAMPLE = {"wgmma_fp8": 12, "wgmma_other": 4, "wgmma_layout": 3}
 """Of these groups every n-th case runs: test_hardware.py runs all of them through the same arithmetic."""
 
@@ -27,23 +30,24 @@ def sampled() -> Iterator[Case]:
 
 CASES = {case.name: case for case in sampled()}
 GROUP_OF = {case.name: group for group, build in corpus.groups().items() for case in build()}
+BATCH_OF = {source: i // BATCH for i, source in enumerate(dict.fromkeys(c.source for c in CASES.values()))}
 recorded = cache(records.load)
 
 
 @cache
-def group_ptx(group: str) -> str:
-    """PTX of all sampled kernels of a group; a namespace each keeps their helper functions apart."""
-    sources = dict.fromkeys(case.source for name, case in CASES.items() if GROUP_OF[name] == group)
+def batch_ptx(batch: int) -> str:
+    """PTX of a batch's kernels; a namespace each keeps their helper functions apart."""
+    sources = [source for source, number in BATCH_OF.items() if number == batch]
     joined = "\n".join(f"namespace case_{i} {{\n{source}\n}}" for i, source in enumerate(sources))
     return to_ptx(joined, "sm_90a", "--fmad=false")
 
 
 class Session:
-    """A machine that runs case after case of one group, until an error ends its life."""
+    """A machine that runs case after case of one batch, until an error ends its life."""
 
-    def __init__(self, group: str) -> None:
+    def __init__(self, batch: int) -> None:
         self.machine = Machine("sm90", sms=SMS)
-        self.module = self.machine.load(group_ptx(group))
+        self.module = self.machine.load(batch_ptx(batch))
 
     def run(self, case: Case) -> list[np.ndarray]:
         """Launches a case; its outputs in order."""
@@ -76,17 +80,18 @@ class Session:
 
 @pytest.fixture(scope="module")
 def emulate():
-    """Runs a case on its group's machine, and a new one after an error."""
-    sessions: dict[str, Session] = {}
+    """Runs a case on its batch's machine, and a new one after an error."""
+    sessions: dict[int, Session] = {}
 
     def run(case: Case) -> list[np.ndarray]:
-        group = GROUP_OF[case.name]
-        if group not in sessions:
-            sessions[group] = Session(group)
+        batch = BATCH_OF[case.source]
+        if batch not in sessions:
+            sessions.clear()
+            sessions[batch] = Session(batch)
         try:
-            return sessions[group].run(case)
+            return sessions[batch].run(case)
         except EmulatorError:
-            del sessions[group]
+            sessions.clear()
             raise
 
     return run

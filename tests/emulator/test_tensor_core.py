@@ -9,6 +9,11 @@ from hw.wgmma_cases import fp8_values
 from test_wgmma import d_position, descriptor
 
 from megagen import tensor_core
+from megagen.contract import Contract
+from megagen.emulator import cases
+from megagen.planning import make_plan
+from megagen.reference import moe_forward
+from megagen.shape import MoEShape
 from megagen.tensor_core import hopper_fp8_partials
 
 KINDS = ("uniform", "bell", "equal", "mixed", "subnormal", "sparse", "positive", "pairs")
@@ -110,6 +115,17 @@ def test_empty_operands():
     a = np.zeros((3, 256), np.uint8)
     assert [p.shape for p in partials(a[:0], a)] == [(0, 3)] * 2
     assert [p.shape for p in partials(a, a[:0])] == [(3, 0)] * 2
+
+
+@pytest.mark.parametrize("tokens", [1, 19])
+def test_a_layer_has_the_bits_of_its_reference(tokens):
+    """The emulator, like the reference, rounds ex2 and rcp correctly."""
+    contract = Contract(MoEShape.preset("micro"), ranks=1, max_tokens=tokens)
+    case = cases.Case((make_plan(contract, tokens=tokens, sms=2),), sms=(2,), tokens=(tokens,))
+    (result,) = cases.run(case, cases.prepare(case, races=False, proxy="off"))
+    (inputs,) = case.inputs()
+    expected = moe_forward(*inputs, cases.expert_weights(case.shape), accumulation="hopper")
+    assert torch.equal(result.outputs[0].view(torch.int16), expected.view(torch.int16))
 
 
 @pytest.mark.gpu

@@ -10,10 +10,10 @@ from megagen import MegaMoE, MoEShape, SymmBuffer
 from megagen.contract import Contract, WeightLayout
 from megagen.planning import KernelPlan, PlanSet, make_plan, plan_set
 from megagen.planning.plan import BLOCK_N, LADDER
-from megagen.reference import moe_forward, relative_error
+from megagen.reference import accumulation_for_check, moe_forward, relative_error
 from megagen.routing import make_routing
 from megagen.runtime.local import LocalGroup
-from megagen.weights import KernelWeights, random_experts, to_kernel_layout
+from megagen.weights import ExpertWeights, KernelWeights, random_experts, to_kernel_layout
 
 TOKENS = (0, 1, 7, 64, 65, 257, 1024, 4096)
 MAX_TOKENS = max(TOKENS)
@@ -116,9 +116,10 @@ class Model:
         return self._outputs[tokens]
 
 
-def check_close(actual: torch.Tensor, inputs: Inputs, weights: object, **options: object) -> None:
+def check_close(actual: torch.Tensor, inputs: Inputs, weights: ExpertWeights, **options: object) -> None:
     """Assert the tolerances against the reference that quantizes where the kernel does."""
-    error = relative_error(actual, moe_forward(*inputs, weights, **options))
+    accumulation = accumulation_for_check(inputs.topk_ids, weights)
+    error = relative_error(actual, moe_forward(*inputs, weights, accumulation=accumulation, **options))
     assert error.within(WHOLE, ROW), error
 
 

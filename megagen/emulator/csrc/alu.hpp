@@ -12,8 +12,8 @@ void unary(Exec& x, const Instr& i, F f) {
   D out[kLanes];
   const auto a = x.view<A>(i.op[1]);
   for (int l = 0; l < kLanes; ++l) out[l] = f(a[l]);
+  x.finish(i, 1);  // looks at sources that the store may overwrite
   x.store(i.op[0], out);
-  x.finish(i, 1);
 }
 
 template <class D, class A, class B, class F>
@@ -22,8 +22,8 @@ void binary(Exec& x, const Instr& i, F f) {
   const auto a = x.view<A>(i.op[1]);
   const auto b = x.view<B>(i.op[2]);
   for (int l = 0; l < kLanes; ++l) out[l] = f(a[l], b[l]);
+  x.finish(i, 2);  // looks at sources that the store may overwrite
   x.store(i.op[0], out);
-  x.finish(i, 2);
 }
 
 template <class D, class A, class B, class C, class F>
@@ -33,8 +33,8 @@ void ternary(Exec& x, const Instr& i, F f) {
   const auto b = x.view<B>(i.op[2]);
   const auto c = x.view<C>(i.op[3]);
   for (int l = 0; l < kLanes; ++l) out[l] = f(a[l], b[l], c[l]);
+  x.finish(i, 3);  // looks at sources that the store may overwrite
   x.store(i.op[0], out);
-  x.finish(i, 3);
 }
 
 /// Handlers from a functor type `F<T>` with a static `apply`.

@@ -191,6 +191,25 @@ bool match_from(const std::vector<Slot>& slots, size_t slot, const std::vector<s
   return slots[slot].optional && match_from(slots, slot + 1, modifiers, at, out);
 }
 
+/// Modifiers in another order than the ISA's, as assemblers let pass: each takes the first free slot that lists it. The
+/// last one, the type, must stay last.
+bool match_unordered(const std::vector<Slot>& slots, const std::vector<std::string>& modifiers, std::vector<std::string>& out) {
+  for (size_t k = 0; k < modifiers.size(); ++k) {
+    bool placed = false;
+    const bool last = k + 1 == modifiers.size();
+    for (size_t s = last ? slots.size() - 1 : 0; s < slots.size() && !placed; ++s) {
+      if (!out[s].empty()) continue;
+      for (const std::string& choice : slots[s].choices) placed |= choice == modifiers[k];
+      if (placed) out[s] = modifiers[k];
+    }
+    if (!placed) return false;
+  }
+  for (size_t s = 0; s < slots.size(); ++s) {
+    if (out[s].empty() && !slots[s].optional) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 // --- Decoder helpers
@@ -718,24 +737,33 @@ class ModuleDecoder final : public Decoder {
     form_ = nullptr;
     const auto* rows = FormTable::get().rows(a.opcode);
     if (!rows) unsupported("this instruction isn't implemented");
-    for (const FormTable::Row& row : *rows) {
-      matched.assign(row.slots.size(), "");
-      if (!match_from(row.slots, 0, a.modifiers, 0, matched)) continue;
-      form_ = row.form;
-      Instr i;
-      i.form = form_;
-      i.line = a.line;
-      i.location = a.location;
-      i.begin = a.begin;
-      i.end = a.end;
-      guard(i);
-      form_->decode(*this, i);
-      if (a.opcode == "setmaxnreg") setmaxnreg_[current_] = true;
-      p_.code.push_back(i);
-      return;
+    const bool any_order = a.opcode == "atom" || a.opcode == "red" || a.opcode == "ld" || a.opcode == "st";
+    for (const bool ordered : {true, false}) {
+      if (!ordered && !any_order) break;
+      for (const FormTable::Row& row : *rows) {
+        matched.assign(row.slots.size(), "");
+        if (ordered ? match_from(row.slots, 0, a.modifiers, 0, matched) : match_unordered(row.slots, a.modifiers, matched)) {
+          emit(a, row);
+          return;
+        }
+      }
     }
     form_ = rows->front().form;
     unsupported("this form isn't implemented");
+  }
+
+  void emit(const AstInstruction& a, const FormTable::Row& row) {
+    form_ = row.form;
+    Instr i;
+    i.form = form_;
+    i.line = a.line;
+    i.location = a.location;
+    i.begin = a.begin;
+    i.end = a.end;
+    guard(i);
+    form_->decode(*this, i);
+    if (a.opcode == "setmaxnreg") setmaxnreg_[current_] = true;
+    p_.code.push_back(i);
   }
 
   void refuse_recursion() {

@@ -161,9 +161,6 @@ void Exec::propagate(const Instr& i, int first, int sources) {
     if (any) {
       const Ref& a = i.op[first];
       const Ref& b = i.op[first + 1];
-      // A source that the destination has overwritten can't be looked at any more.
-      const bool gone = (a.bank == 0 && a.off == d.off) ||
-                        (sources > 1 && b.kind == Ref::Value && b.bank == 0 && b.off == d.off);
       switch (i.taint) {
         case Taint::Carry:
           out = upwards(any);
@@ -176,17 +173,17 @@ void Exec::propagate(const Instr& i, int first, int sources) {
           break;
         case Taint::And: {
           const uint64_t x = value(a, l), y = value(b, l);
-          out = gone ? any : (u[0] & u[1]) | (u[0] & y) | (u[1] & x);
+          out = (u[0] & u[1]) | (u[0] & y) | (u[1] & x);
           break;
         }
         case Taint::Or: {
           const uint64_t x = value(a, l), y = value(b, l);
-          out = gone ? any : (u[0] & u[1]) | (u[0] & ~y) | (u[1] & ~x);
+          out = (u[0] & u[1]) | (u[0] & ~y) | (u[1] & ~x);
           break;
         }
         case Taint::ShiftLeft:
         case Taint::ShiftRight:
-          if (!u[1] && !(b.bank == 0 && b.off == d.off)) {
+          if (!u[1]) {
             const uint64_t n = std::min<uint64_t>(value(b, l), 63);
             out = i.taint == Taint::ShiftLeft ? u[0] << n : u[0] >> n;
             if (i.type == Type::S32 && (u[0] >> 31)) out |= full << (31 - std::min<uint64_t>(n, 31));
