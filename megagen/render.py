@@ -1,33 +1,25 @@
-"""Plan -> CUDA source. Everything was decided before: this file names the plan's numbers, and the templates loop and substitute."""
+"""Plan -> CUDA source. Everything was decided before: this file names the plan's numbers, and the templates
+loop and substitute. What a kernel doesn't use of the constants and the functions is left out of it."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from megagen import __version__, companion
-from megagen.contract import SF_BLOCK, Contract
+from megagen.contract import SF_BLOCK, Contract, Layout
 from megagen.errors import PlanError
-from megagen.planning.plan import (
-    BLOCK_K,
-    BLOCK_N,
-    EARLY_UNITS,
-    MATH_WARPS,
-    ORDER_SLOTS,
-    PULL_BUFFERS,
-    TILE_SLOTS,
-    WARP_STAGING_BYTES,
-    KernelPlan,
-)
+from megagen.files import templates_dir
+from megagen.planning.plan import BLOCK_K, EARLY_UNITS, ORDER_SLOTS, TILE_SLOTS, KernelPlan
+from megagen.planning.sm90 import BLOCK_N, MATH_WARPS, PULL_BUFFERS, WARP_STAGING_BYTES
 from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, Awaited, RoleId, TraceState, params_fields
 
 ENTRY = "megamoe"
 QUANTIZE_ENTRY = "quantize_inputs"
-LONE_PUBLISHER_ROUTES = 1024  # four per thread of one SM: quicker than a count over all SMs
+COMBINE_STEP_COLUMNS = 256  # 16 bytes for each lane
 POLL_NS = 200
 DRAIN_NS = 50_000  # far above the time that an issued bulk copy takes to land
 
@@ -37,7 +29,7 @@ class Constant:
     """One named number of the source; `comment` gives its unit or meaning."""
 
     name: str
-    value: str
+    value: int | str
     comment: str = ""
     ctype: str = "u32"
 
@@ -48,12 +40,6 @@ class ConstantGroup:
     constants: tuple[Constant, ...]
 
 
-def templates_dir() -> Path:
-    """The templates: inside the package when installed, beside it in a source tree."""
-    installed = Path(__file__).parent / "templates"
-    return installed if installed.is_dir() else Path(__file__).parent.parent / "templates"
-
-
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
@@ -61,7 +47,7 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=False,
+        keep_trailing_newline=True,
     )
 
 
@@ -71,7 +57,7 @@ def render(plan: KernelPlan) -> str:
     Raises PlanError for an architecture whose kernels can be planned only.
     """
     if plan.arch != "sm90":
-        raise PlanError(f"arch={plan.arch!r}: there are templates for sm90 only, so this plan can't be rendered")
+        raise PlanError(f"arch={plan.arch!r}: only sm90 has templates, so this plan can't be rendered")
     contract = plan.contract
     return _finish(
         _environment()
@@ -108,16 +94,15 @@ def render(plan: KernelPlan) -> str:
 def render_quantize(contract: Contract) -> str:
     """The CUDA source of the companion kernel (`companion`); self-contained, entry point `QUANTIZE_ENTRY`."""
     shape = contract.shape
-    regions = tuple(contract.symm[name] for name in ("x", "x_sf", "topk_ids", "topk_weights"))
     problem = (
-        Constant("HIDDEN", str(shape.hidden), "columns of a token", "u64"),
-        Constant("HIDDEN_BLOCKS", str(shape.hidden // SF_BLOCK), "scale factors of a token"),
-        Constant("SF_BLOCK", str(SF_BLOCK), "columns that share one"),
-        Constant("TOP_K", str(shape.top_k), "experts per token"),
-        Constant("INVALID_ID", str(companion.INVALID_ID), "what an id that does not fit 32 bits becomes", "i32"),
-        Constant("THREADS", str(companion.THREADS)),
-        Constant("LANES_PER_GROUP", str(companion.LANES_PER_GROUP), "lanes of one SF group"),
-        Constant("COLUMNS_PER_LANE", str(SF_BLOCK // companion.LANES_PER_GROUP)),
+        Constant("HIDDEN", shape.hidden, "columns of a token", "u64"),
+        Constant("HIDDEN_BLOCKS", shape.hidden // SF_BLOCK, "SFs of a token"),
+        Constant("SF_BLOCK", SF_BLOCK, "columns that share an SF"),
+        Constant("TOP_K", shape.top_k, "experts per token"),
+        Constant("INVALID_ID", companion.INVALID_ID, "what an id that does not fit 32 bits becomes", "i32"),
+        Constant("THREADS", companion.THREADS),
+        Constant("LANES_PER_GROUP", companion.LANES_PER_GROUP, "lanes of one SF group"),
+        Constant("COLUMNS_PER_LANE", SF_BLOCK // companion.LANES_PER_GROUP),
     )
     return _finish(
         _environment()
@@ -129,160 +114,197 @@ def render_quantize(contract: Contract) -> str:
             lanes_per_group=companion.LANES_PER_GROUP,
             constants=(
                 ConstantGroup("problem", problem),
-                ConstantGroup(
-                    "symmetric buffer, bytes",
-                    tuple(_offsets("SYMM", regions, f"{contract.symm.size} in all", "u64")),
-                ),
+                _offsets("symmetric buffer", "SYMM", contract.symm, "u64"),
             ),
             params=companion.QUANTIZE_FIELDS,
         )
     )
 
 
+_BLANK_INSIDE = re.compile(r"\n\n+(?=[ }])")  # left by a line that a template leaves out
+_NAME = re.compile(r"\b[A-Za-z_]\w*")
+_LINE_DEFINITION = re.compile(r"(?:constexpr \w+|typedef .*|using|DEVICE .*?) \*?(\w+)(?: =|;|\(.*\}$)")
+_FUNCTION = re.compile(r"^(?:template .*\n)?DEVICE [^(]*?(\w+)\(", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a source that defines `name`, or one that stays whatever happens (None)."""
+
+    name: str | None
+    text: str
+
+
 def _finish(text: str) -> str:
-    lines = [line.rstrip() for line in text.splitlines()]
-    return "\n".join(line for i, line in enumerate(lines) if line or (i and lines[i - 1])) + "\n"
+    """Cleans up what the templates leave, and drops the definitions that nothing in the kernel uses."""
+    text = "\n".join(line.rstrip() for line in text.splitlines())
+    text = _BLANK_INSIDE.sub("\n", text)
+    paragraphs = [_pieces(paragraph) for paragraph in re.split(r"\n\n+", text.strip())]
+    used = _used_names([piece for paragraph in paragraphs for piece in paragraph])
+    kept = []
+    for paragraph in paragraphs:
+        left = [piece for piece in paragraph if piece.name is None or piece.name in used]
+        if len(left) == len(paragraph) or any(piece.name for piece in left):
+            kept.append("\n".join(piece.text for piece in left))
+    return "\n\n".join(kept) + "\n"
+
+
+def _pieces(paragraph: str) -> list[_Piece]:
+    """A paragraph of one-line definitions and comments is one piece a line, any other is one piece."""
+    lines = paragraph.split("\n")
+    found = [_LINE_DEFINITION.match(line) for line in lines]
+    if all(match or line.startswith("//") for match, line in zip(found, lines)):
+        return [_Piece(match and match[1], line) for match, line in zip(found, lines)]
+    function = _FUNCTION.search(paragraph)
+    return [_Piece(function and function[1], paragraph)]
+
+
+def _used_names(pieces: list[_Piece]) -> set[str]:
+    """Names that the pieces that stay mention, that the pieces that define those mention, and so on."""
+    mentions: dict[str | None, set[str]] = {}
+    for piece in pieces:
+        mentions.setdefault(piece.name, set()).update(_NAME.findall(re.sub(r"//.*", "", piece.text)))
+    used, waiting = set(mentions[None]), list(mentions[None])
+    while waiting:
+        new = mentions.get(waiting.pop(), set()) - used
+        used |= new
+        waiting += new
+    return used
 
 
 def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
     """The numbers of a plan as named constants, in the order in which a reader wants them."""
+    return (
+        ConstantGroup("problem", _problem_constants(plan)),
+        ConstantGroup("tiles and load pipeline", _tile_constants(plan)),
+        ConstantGroup("dispatch and combine", _token_constants(plan)),
+        ConstantGroup("threads and barriers", _thread_constants(plan)),
+        _offsets("shared memory", "SMEM", plan.smem, "u32"),
+        _offsets("symmetric buffer", "SYMM", plan.contract.symm, "u64"),
+        _offsets("local workspace", "LOCAL", plan.local, "u64"),
+        ConstantGroup("words of launch and cta_flags; codes", _code_constants()),
+    )
+
+
+def _problem_constants(plan: KernelPlan) -> tuple[Constant, ...]:
     contract, shape = plan.contract, plan.contract.shape
-    weights = plan.weight_layout
+    limit = () if contract.clamp is None else (f"{contract.clamp!r}f",)
+    return (
+        Constant("HIDDEN", shape.hidden, "columns of a token"),
+        Constant("INTERMEDIATE", shape.intermediate, "columns between the two GEMMs"),
+        Constant("EXPERTS", shape.experts, "of all ranks together"),
+        Constant("TOP_K", shape.top_k, "experts per token"),
+        Constant("RANKS", contract.ranks),
+        Constant("LOCAL_EXPERTS", contract.local_experts, "experts of this rank"),
+        Constant("MAX_TOKENS", contract.max_tokens, "capacity per rank, tokens"),
+        Constant("HIDDEN_BLOCKS", shape.hidden // SF_BLOCK, "K blocks of L1"),
+        Constant("INTERMEDIATE_BLOCKS", shape.intermediate // SF_BLOCK, "K blocks of L2"),
+        Constant("NO_EXPERT", "~0u"),
+        *(Constant("SWIGLU_LIMIT", value, "clamp of gate and up", "float") for value in limit),
+    )
+
+
+def _tile_constants(plan: KernelPlan) -> tuple[Constant, ...]:
+    half_rows = 128 if plan.operand_order == "tokens_on_m" else 64  # weight rows of half a warpgroup's part
+    return (
+        Constant("BLOCK_M", plan.block_m, "token rows of a tile"),
+        Constant("BLOCK_N", BLOCK_N, "weight rows of a tile"),
+        Constant("BLOCK_K", BLOCK_K, "bytes of K per stage, one byte per value"),
+        Constant("WGMMA_K", 32, "K of one E4M3 WGMMA"),
+        Constant("DESCRIPTOR_K_STEP", 2, "16-byte units of a descriptor: WGMMA_K bytes further in K"),
+        Constant(
+            "DESCRIPTOR_HALF", half_rows * BLOCK_K // 16, f"16-byte units: {half_rows} weight rows further"
+        ),
+        Constant("STAGES", plan.stages, "stages of the load pipeline"),
+        Constant("WEIGHT_STAGE_BYTES", plan.weight_stage_bytes),
+        Constant("TOKEN_TILE_BYTES", plan.token_tile_bytes, "a K block of BLOCK_M rows, then their SFs"),
+        Constant(
+            "TOKEN_STAGE_BYTES", plan.smem["token_stages"].shape[1], "a token tile, aligned for the swizzle"
+        ),
+        Constant("ROW_IMAGE_BYTES", plan.block_m * BLOCK_K, "the rows of a token tile, without their SFs"),
+        Constant("WARP_STAGING_BYTES", WARP_STAGING_BYTES, "16 rows of 128 bytes"),
+        Constant("TILE_SLOTS", TILE_SLOTS, "tile tasks between the token loader and the math role"),
+        Constant("ORDER_SLOTS", ORDER_SLOTS, "tile numbers between the weight loader and the token loader"),
+        Constant("L1_N_TILES", plan.weight_layout.n_tiles13, "tiles of BLOCK_N weight rows per expert"),
+        Constant("L2_N_TILES", plan.weight_layout.n_tiles2, "tiles of BLOCK_N weight rows per expert"),
+        Constant("EXPERTS_PER_WAVE", plan.experts_per_wave),
+    )
+
+
+def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
+    shape, columns = plan.contract.shape, plan.combine_columns
+    steps = max(1, columns // COMBINE_STEP_COLUMNS)
+    early_rows, late_rows = min(shape.top_k, 4), min(shape.top_k, 24 // steps)
+    return (
+        Constant("LONE_PUBLISHER_ROUTES", plan.lone_publisher_routes, "up to so many, one SM publishes all"),
+        Constant("PULL_BYTES", plan.pull_bytes, "piece of a token row that is pulled at a time"),
+        Constant("PULL_PIECES", shape.hidden // plan.pull_bytes, "pieces of a token row"),
+        Constant("PULL_BUFFERS", PULL_BUFFERS, "pieces in flight per SM"),
+        Constant("SF_PER_LANE", -(-shape.hidden // SF_BLOCK // 32), "SFs of a token row per lane"),
+        Constant("RANKS_PER_LANE", -(-plan.contract.ranks // 32), "source ranks that a lane looks after"),
+        Constant("COMBINE_COLUMNS", columns, "columns of a unit: one token's, for one warp"),
+        Constant("COMBINE_STEPS", steps, f"steps of {COMBINE_STEP_COLUMNS} columns in a unit"),
+        Constant("STEP_BYTES", 2 * COMBINE_STEP_COLUMNS, f"{COMBINE_STEP_COLUMNS} columns of bfloat16"),
+        Constant("UNITS_PER_TOKEN", shape.hidden // columns),
+        Constant("EARLY_UNITS", EARLY_UNITS, "units of an SM that may be combined while tiles are computed"),
+        Constant("EARLY_ROW_LOADS", early_rows, "rows that a warp loads at once while tiles are computed"),
+        Constant("LATE_ROW_LOADS", late_rows, "rows that a warp loads at once after the last tile"),
+        Constant("LOOKS_PER_SCAN", 4, "looks for finished tiles per look for finished tokens"),
+        Constant("POLL_NS", POLL_NS, "ns between looks for work of the combine role"),
+        Constant("DRAIN_NS", DRAIN_NS, "ns, in which an issued bulk copy lands for sure"),
+    )
+
+
+def _thread_constants(plan: KernelPlan) -> tuple[Constant, ...]:
     roles = {role.name: role for role in plan.roles}
-    columns = plan.combine_columns
-    on_m = plan.operand_order == "tokens_on_m"
-    half_rows = 128 if on_m else 64  # weight rows of half a warpgroup's part of the tile
-    groups = [
-        ConstantGroup(
-            "problem",
-            (
-                Constant("HIDDEN", str(shape.hidden), "columns of a token"),
-                Constant("INTERMEDIATE", str(shape.intermediate), "columns between the two GEMMs"),
-                Constant("EXPERTS", str(shape.experts), "of all ranks together"),
-                Constant("TOP_K", str(shape.top_k), "experts per token"),
-                Constant("RANKS", str(contract.ranks)),
-                Constant("LOCAL_EXPERTS", str(contract.local_experts), "experts of this rank"),
-                Constant("MAX_TOKENS", str(contract.max_tokens), "capacity per rank"),
-                Constant("HIDDEN_BLOCKS", str(shape.hidden // SF_BLOCK), "K blocks of L1"),
-                Constant("INTERMEDIATE_BLOCKS", str(shape.intermediate // SF_BLOCK), "K blocks of L2"),
-                Constant("NO_EXPERT", "~0u"),
-                *(
-                    (Constant("SWIGLU_LIMIT", f"{contract.clamp!r}f", "clamp of gate and up", "float"),)
-                    if contract.clamp is not None
-                    else ()
-                ),
-            ),
-        ),
-        ConstantGroup(
-            "tiles and pipeline",
-            (
-                Constant("BLOCK_M", str(plan.block_m), "token rows of a tile"),
-                Constant("BLOCK_N", str(BLOCK_N), "weight rows of a tile"),
-                Constant("BLOCK_K", str(BLOCK_K), "bytes of K per stage"),
-                Constant("WGMMA_K", "32", "K of one E4M3 WGMMA"),
-                Constant("DESCRIPTOR_K_STEP", "2", "32 bytes further in K, in 16-byte units of a descriptor"),
-                Constant("DESCRIPTOR_HALF", str(half_rows * BLOCK_K // 16), f"the second half, {half_rows} rows further"),
-                Constant("STAGES", str(plan.stages)),
-                Constant("WEIGHT_STAGE_BYTES", str(plan.weight_stage_bytes)),
-                Constant("TOKEN_TILE_BYTES", str(plan.token_tile_bytes), "token rows of a K block and their scale factors"),
-                Constant("TOKEN_STAGE_BYTES", str(plan.smem["token_stages"].shape[1]), "the same, aligned for the 128B swizzle"),
-                Constant("ROW_IMAGE_BYTES", str(plan.block_m * BLOCK_K), "the token rows alone"),
-                *((Constant("WARP_STAGING_BYTES", str(WARP_STAGING_BYTES), "16 rows of 128 bytes"),) if on_m else ()),
-                Constant("TILE_SLOTS", str(TILE_SLOTS), "tile tasks between token loader and math"),
-                Constant("L1_N_TILES", str(weights.n_tiles13)),
-                Constant("L2_N_TILES", str(weights.n_tiles2)),
-                Constant("EXPERTS_PER_WAVE", str(plan.experts_per_wave)),
-                Constant("PULL_BYTES", str(plan.pull_bytes), "piece of a token row pulled at a time"),
-                *(
-                    (Constant("PULL_PIECES", str(shape.hidden // plan.pull_bytes)),)
-                    if shape.hidden != plan.pull_bytes
-                    else ()
-                ),
-                Constant("PULL_BUFFERS", str(PULL_BUFFERS), "token rows in flight per SM"),
-                Constant("ORDER_SLOTS", str(ORDER_SLOTS), "tile numbers between weight loader and token loader"),
-                Constant("SF_PER_LANE", str(-(-shape.hidden // SF_BLOCK // 32)), "scale factors of a token row per lane"),
-                Constant("LONE_PUBLISHER_ROUTES", str(LONE_PUBLISHER_ROUTES), "up to so many, one SM publishes all"),
-                Constant("RANKS_PER_LANE", str(-(-contract.ranks // 32)), "source ranks that a lane looks after"),
-                Constant("COMBINE_COLUMNS", str(columns), "columns of one token per warp"),
-                Constant("COMBINE_STEPS", str(max(1, columns // 256)), "steps of 256 columns"),
-                Constant("UNITS_PER_TOKEN", str(shape.hidden // columns)),
-                Constant("EARLY_UNITS", str(EARLY_UNITS), "units of an SM that may be combined while tiles are computed"),
-                Constant("EARLY_LOADS", str(min(shape.top_k, 4)), "rows in flight per warp then"),
-                Constant("LATE_LOADS", str(min(shape.top_k, 24 // max(1, columns // 256))), "and at the end, per step"),
-                Constant("STEP_BYTES", "512", "256 columns of bfloat16"),
-                Constant("LOOKS_PER_SCAN", "4", "looks for finished tiles per look for finished tokens"),
-                Constant("POLL_NS", str(POLL_NS), "ns between looks for work of the combine role"),
-                Constant("DRAIN_NS", str(DRAIN_NS), "ns, after a stop"),
-            ),
-        ),
-        ConstantGroup(
-            "threads and barriers",
-            (
-                Constant("THREADS", str(plan.threads)),
-                Constant("FULL_WARP", "~0u"),
-                Constant("LOAD_TOKENS_WARP", str(roles["load_tokens"].first_warp)),
-                Constant("DISPATCH_WARP", str(roles["dispatch"].first_warp)),
-                Constant("COMBINE_WARP", str(roles["combine"].first_warp)),
-                Constant("FIRST_MATH_WARP", str(roles["math"].first_warp)),
-                Constant("MATH_WARPS", str(roles["math"].warps)),
-                Constant("MATH_THREADS", str(32 * roles["math"].warps)),
-                Constant("LOAD_REGISTERS", str(roles["load_tokens"].registers), "", "int"),
-                Constant("MATH_REGISTERS", str(roles["math"].registers), "", "int"),
-                Constant("BARRIER_COUNTS_KNOWN", "1", "all threads: the schedule can start"),
-                Constant("BARRIER_MATH", "2", "math role"),
-                Constant("BARRIER_ROLES_DONE", "3", "all threads: every role of this SM has left"),
-                *(
-                    (Constant("BARRIER_WARPGROUP", "4", "and 5, one per math warpgroup"),)
-                    if not on_m
-                    else ()
-                ),
-            ),
-        ),
-        ConstantGroup(
-            "shared memory, bytes",
-            (
-                *_offsets("SMEM", plan.smem.regions, f"{plan.smem.size} in all"),
-                Constant("ZEROED_BYTES", str(plan.smem.size - plan.smem["cta_flags"].offset), "from SMEM_CTA_FLAGS on"),
-            ),
-        ),
-        ConstantGroup(
-            "symmetric buffer, bytes", tuple(_offsets("SYMM", contract.symm.regions, f"{contract.symm.size} in all", "u64"))
-        ),
-        ConstantGroup(
-            "local workspace, bytes", tuple(_offsets("LOCAL", plan.local.regions, f"{plan.local.size} in all", "u64"))
-        ),
-        ConstantGroup(
-            "words and codes",
-            (
-                Constant("LAUNCH_NUMBER", "0", "words of the launch region: launches completed on this buffer"),
-                Constant("LAUNCH_FAILURES", "1", "failures so far; the first is reported"),
-                Constant("LAUNCH_DROPPED", "2", "expert ids out of range so far"),
-                Constant("LAUNCH_PUBLISHED", "3", "SMs that have published their routes"),
-                Constant("LAUNCH_NEXT_TILE", "4", "tiles taken by SMs"),
-                Constant("LAUNCH_FINISHED", "5", "SMs all of whose roles have left"),
-                Constant("CTA_FLAG_STOPPED", "0", "words of cta_flags: a wait gave up"),
-                Constant("CTA_FLAG_LAST", "1", "this SM is the last of its rank"),
-                Constant("CTA_FLAG_STUCK", "2", "role, awaited and index of a phase that never completed, 0 if none"),
-                Constant("CTA_NEXT_UNIT", "3", "combine units handed out after the last tile"),
-                *(Constant(f"ROLE_{role.name}", str(int(role))) for role in RoleId if role != RoleId.LOAD_WEIGHTS),
-                *(Constant(f"AWAITED_{a.name}", str(int(a))) for a in Awaited),
-                *(_trace_constants() if plan.trace else ()),
-            ),
-        ),
-    ]
-    return tuple(groups)
+    return (
+        Constant("THREADS", plan.threads),
+        Constant("FULL_WARP", "~0u"),
+        Constant("LOAD_TOKENS_WARP", roles["load_tokens"].first_warp),
+        Constant("DISPATCH_WARP", roles["dispatch"].first_warp),
+        Constant("COMBINE_WARP", roles["combine"].first_warp),
+        Constant("FIRST_MATH_WARP", roles["math"].first_warp),
+        Constant("MATH_WARPS", roles["math"].warps),
+        Constant("MATH_THREADS", 32 * roles["math"].warps),
+        Constant("LOAD_REGISTERS", roles["load_tokens"].registers, "per thread", "int"),
+        Constant("MATH_REGISTERS", roles["math"].registers, "per thread", "int"),
+        Constant("BARRIER_COUNTS_KNOWN", 1, "all threads: the schedule can start"),
+        Constant("BARRIER_MATH", 2, "math role"),
+        Constant("BARRIER_ROLES_DONE", 3, "all threads: every role of this SM has left"),
+        Constant("BARRIER_WARPGROUP", 4, "and 5, one per math warpgroup"),
+        Constant("ZEROED_BYTES", plan.smem.size - plan.smem["cta_flags"].offset, "from SMEM_CTA_FLAGS on"),
+    )
 
 
-def _trace_constants() -> list[Constant]:
-    states = [Constant(f"TRACE_{state.name}", str(int(state))) for state in TraceState]
-    return [Constant("TRACE_CAPACITY", str(TRACE_CAPACITY), "records per warp"), *states]
+def _code_constants() -> tuple[Constant, ...]:
+    return (
+        Constant("LAUNCH_NUMBER", 0, "launches completed on this buffer"),
+        Constant("LAUNCH_FAILURES", 1, "failures so far; the first is reported"),
+        Constant("LAUNCH_DROPPED", 2, "expert ids out of range so far"),
+        Constant("LAUNCH_PUBLISHED", 3, "SMs that have published their routes"),
+        Constant("LAUNCH_NEXT_TILE", 4, "tiles taken by SMs"),
+        Constant("LAUNCH_FINISHED", 5, "SMs all of whose roles have left"),
+        Constant("CTA_FLAG_STOPPED", 0, "a wait gave up"),
+        Constant("CTA_FLAG_LAST", 1, "this SM is the last of its rank"),
+        Constant("CTA_FLAG_STUCK", 2, "role, awaited and index of a phase that never completed, 0 if none"),
+        Constant("CTA_NEXT_UNIT", 3, "combine units handed out after the last tile"),
+        *(Constant(f"ROLE_{role.name}", int(role)) for role in RoleId),
+        *(Constant(f"AWAITED_{awaited.name}", int(awaited)) for awaited in Awaited),
+        Constant("TRACE_CAPACITY", TRACE_CAPACITY, "records per warp"),
+        *(Constant(f"TRACE_{state.name}", int(state)) for state in TraceState),
+    )
 
 
-def _offsets(prefix: str, regions: tuple[Any, ...], total: str, ctype: str = "u32") -> list[Constant]:
-    described = []
-    for i, region in enumerate(regions):
-        comment = f"{region.dtype}[{']['.join(map(str, region.shape))}]"
-        if i == len(regions) - 1:
-            comment += f"; {total}"
-        described.append(Constant(f"{prefix}_{region.name.upper()}", str(region.offset), comment, ctype))
-    return described
+def _offsets(memory: str, prefix: str, layout: Layout, ctype: str) -> ConstantGroup:
+    return ConstantGroup(
+        f"{memory}, {layout.size} bytes",
+        tuple(
+            Constant(
+                f"{prefix}_{region.name.upper()}",
+                region.offset,
+                f"{region.dtype}[{']['.join(map(str, region.shape))}]",
+                ctype,
+            )
+            for region in layout.regions
+        ),
+    )

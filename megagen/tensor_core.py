@@ -21,7 +21,7 @@ FRACTION_BITS = 13
 TERMS = 32
 """Products of one step: K of the instruction."""
 
-CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
+CHUNK_BYTES = {"cpu": 8 << 20, "gpu": 64 << 20}
 """Bytes of a step's products, the largest temporary: what a cache holds, and what keeps a GPU busy for longer
 than a launch takes. All temporaries together take less than four times that."""
 
@@ -40,7 +40,8 @@ def hopper_fp8_partials(a: torch.Tensor, b: torch.Tensor, group: int = 128) -> I
     Yields:
         float32 [M, N] per group, in order of K. NaN where an operand is NaN.
     """
-    rows = max(1, CHUNK_BYTES[a.device.type] // (4 * TERMS * max(1, len(b))))
+    chunk_bytes = CHUNK_BYTES["cpu" if a.device.type == "cpu" else "gpu"]
+    rows = max(1, chunk_bytes // (4 * TERMS * max(1, len(b))))
     # With few rows the operands take more memory than the products.
     groups = max(1, rows // max(len(a), 2 * group // TERMS))
     for a_chunk, b_chunk in zip(a.split(groups * group, dim=1), b.split(groups * group, dim=1)):

@@ -1,7 +1,7 @@
 """TensorMap: what a tensor copy needs to know of a tensor in global memory.
 
-The driver's 128 bytes are opaque, so there is one dataclass and two encoders: the runtime's, which asks the driver, and
-the emulator's own, here.
+The driver's 128 bytes are opaque, so there is one dataclass and two encoders: the runtime's, which asks
+the driver, and the emulator's own, here.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from megagen.contract import Contract
 from megagen.errors import CacheError, PlanError
 from megagen.files import write_atomically
 from megagen.planning import KernelPlan, PlanSet, make_plan
-from megagen.planning.plan import LADDER
+from megagen.planning.sm90 import LADDER
 
 FILE_NAME = "tuned.json"
 SCHEMA_VERSION = 1

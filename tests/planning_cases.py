@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from megagen.arch import ARCHS
 from megagen.contract import Contract
 from megagen.planning import make_plan
-from megagen.planning.heuristics import FORMAT_OF_ARCH
+from megagen.planning.planner import FORMAT_OF_ARCH
 from megagen.shape import MoEShape
 
 MAX_LOCAL_EXPERTS = 128

@@ -23,7 +23,7 @@ from megagen.contract import (
 )
 from megagen.errors import ShapeError
 from megagen.planning import plan_set
-from megagen.planning.heuristics import FORMAT_OF_ARCH
+from megagen.planning.planner import FORMAT_OF_ARCH
 from megagen.shape import MoEShape
 
 quick = settings(max_examples=60, deadline=None)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from megagen.cli import app
 from megagen.planning import KernelPlan
 from megagen.planning.cost import predict
-from megagen.planning.heuristics import FORMAT_OF_ARCH
+from megagen.planning.planner import FORMAT_OF_ARCH
 
 LAYER = ["plan", "--model", "flash8", "--ranks", "2", "--max-tokens", "1024"]
 

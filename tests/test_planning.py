@@ -18,7 +18,7 @@ from megagen.contract import DTYPE_BYTES, Contract, ceil_div
 from megagen.errors import PlanError, ShapeError
 from megagen.planning import KernelPlan, make_plan, plan_set, sm100, workload
 from megagen.planning.cost import predict
-from megagen.planning.heuristics import FORMAT_OF_ARCH
+from megagen.planning.planner import FORMAT_OF_ARCH
 from megagen.planning.rules import IMBALANCE, choose_experts_per_wave
 from megagen.shape import PRESETS, MoEShape
 

@@ -1,4 +1,4 @@
-"""Runs the PTX of kernels on the CPU, with their asynchrony, and finds what would hang, race or read garbage."""
+"""Runs the PTX of kernels on the CPU, with their asynchrony; finds what would hang, race or read garbage."""
 
 from megagen.emulator.machine import Buffer, Machine, Module, Report, supported_forms
 

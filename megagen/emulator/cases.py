@@ -14,7 +14,8 @@ from megagen.emulator.layer import CallResult, EmulatedLayer, Inputs, Kernel
 from megagen.errors import EmulatorError
 from megagen.formats import quantize_activation
 from megagen.planning import KernelPlan, make_plan
-from megagen.planning.plan import BLOCK_K, MATH_WARPS
+from megagen.planning.plan import BLOCK_K
+from megagen.planning.sm90 import MATH_WARPS
 from megagen.reference import fold_topk, moe_forward, relative_error
 from megagen.routing import make_routing
 from megagen.shape import MoEShape

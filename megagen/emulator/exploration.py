@@ -14,8 +14,8 @@ from typing import TypeVar
 from megagen.contract import Contract
 from megagen.emulator.cases import Case
 from megagen.planning import KernelPlan, make_plan
-from megagen.planning.plan import LADDER, SMALLEST_BLOCK_M
 from megagen.planning.rules import COMBINE_COLUMNS
+from megagen.planning.sm90 import LADDER, SMALLEST_BLOCK_M
 from megagen.shape import MoEShape
 
 RANKS = (1, 2, 3, 4, 8)
@@ -39,8 +39,9 @@ SHAPES = (
     MoEShape(hidden=128, intermediate=128, experts=24, top_k=2),
     MoEShape(hidden=512, intermediate=256, experts=24, top_k=1),
     MoEShape(hidden=384, intermediate=384, experts=24, top_k=5),
+    MoEShape(hidden=128, intermediate=128, experts=24, top_k=24),
 )
-"""Small, and with experts that all of RANKS divide: one tile per GEMM, several, and rows of half tiles."""
+"""Small, with experts that all of RANKS divide: one tile per GEMM, several, half tiles, many routes."""
 
 LAUNCHES = (1, 1, 3)
 SM_COUNTS = (1, 2, 3, 5, MIXED)

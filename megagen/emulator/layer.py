@@ -6,7 +6,7 @@ a real machine: only what the runtime zeroes or fills is defined, the rest is po
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,19 +17,18 @@ from megagen import companion
 from megagen.arch import Arch
 from megagen.cache import default_cache
 from megagen.contract import Contract, Layout, WeightLayout
+from megagen.emulator.explain import Words, explain
 from megagen.emulator.machine import Buffer, Machine, Module, Report
-from megagen.errors import InputError
+from megagen.errors import EmulatorError, InputError
 from megagen.formats import quantize_activation
 from megagen.planning import KernelPlan
+from megagen.planning.plan import ZEROED_LOCAL, ZEROED_SYMMETRIC
 from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, params_fields
 from megagen.render import render, render_quantize
 from megagen.runtime.params import ParamStruct
 from megagen.weights import ExpertWeights, to_kernel_layout
 
-ZEROED = {
-    "symmetric": ("control", "flags", "pending"),
-    "local": ("launch", "send_count", "l1_arrival", "l2_arrival", "l2_finished"),
-}
+ZEROED = {"symmetric": ZEROED_SYMMETRIC, "local": ZEROED_LOCAL}
 """Regions that the runtime zeroes before the first launch; all but the launch words are zero after each."""
 
 _DROPPED_WORD = 2  # of the launch region: expert ids out of range so far
@@ -83,11 +82,15 @@ class CallResult:
 class EmulatedLayer:
     """The ranks of one layer on one machine; calls follow each other on the same buffers.
 
+    Attributes:
+        symm, status: each rank's symmetric buffer and status block.
+
     Args:
         contract: of all ranks.
         kernels: each rank's; plans may differ.
         sms: each rank's CTAs, one per SM.
         weights: all experts, in checkpoint layout.
+        bystanders: ranks that the machine has beside the layer's, for other kernels.
         machine: options of ``Machine``, such as ``seed`` and ``max_steps``.
 
     Raises:
@@ -100,6 +103,8 @@ class EmulatedLayer:
         kernels: Sequence[Kernel],
         sms: Sequence[int],
         weights: ExpertWeights,
+        *,
+        bystanders: int = 0,
         **machine: Any,
     ) -> None:
         for name, given in (("kernels", kernels), ("sms", sms)):
@@ -111,32 +116,49 @@ class EmulatedLayer:
             if kernel.plan.contract != contract:
                 raise InputError(f"kernel {kernel.plan.name} is for another contract than the layer's")
         self.contract, self.kernels, self.sms = contract, tuple(kernels), tuple(sms)
-        self.machine = Machine(kernels[0].plan.arch, ranks=contract.ranks, sms=max(sms), **machine)
+        ranks = contract.ranks + bystanders
+        self.machine = Machine(kernels[0].plan.arch, ranks=ranks, sms=max(sms), **machine)
         self._modules: dict[str, Module] = {}
         self._traces: dict[int, Buffer] = {}
         self._launches = 0
         self._quantize: Kernel | None = None
-        self._symm = [self._memory(rank, contract.symm, ZEROED["symmetric"]) for rank in self._ranks]
+        self.symm = [self._memory(rank, contract.symm, ZEROED["symmetric"]) for rank in self._ranks]
         self._local = [self._memory(r, k.plan.local, ZEROED["local"]) for r, k in enumerate(kernels)]
-        self._status = [self._upload(r, np.zeros(len(STATUS_FIELDS), np.uint32)) for r in self._ranks]
+        self.status = [self._upload(r, np.zeros(len(STATUS_FIELDS), np.uint32)) for r in self._ranks]
         self._params = [self._rank_params(rank, weights) for rank in self._ranks]
 
     @property
     def _ranks(self) -> range:
         return range(self.contract.ranks)
 
-    def call(self, inputs: Sequence[Inputs]) -> CallResult:
+    def call(
+        self,
+        inputs: Sequence[Inputs | None],
+        *,
+        device_counts: Mapping[int, int] | None = None,
+        may_fail: bool = False,
+    ) -> CallResult:
         """One launch, its inputs filled in by the host.
 
         Args:
-            inputs: each rank's; T may differ, and be 0.
+            inputs: each rank's; T may differ, and be 0. A rank with None does not call.
+            device_counts: ranks that read their token count from device memory, and what it says.
+            may_fail: outputs may be left undefined.
 
         Raises:
             EmulatorError: what the machine found; it can't be used any more.
         """
+        outputs = []
         for rank, own in enumerate(inputs):
+            if own is None:
+                outputs.append(self._output(rank, 0))
+                continue
             self._fill(rank, own)
-        outputs = [self._queue(rank, own) for rank, own in enumerate(inputs)]
+            count = (device_counts or {}).get(rank)
+            pointer = 0 if count is None else self._upload(rank, np.array([count], np.uint32)).ptr
+            output = self._output(rank, len(own.x))
+            outputs.append(output if may_fail else output.expect_defined())
+            self._queue(rank, len(own.x), output, pointer)
         return self._finish([outputs])[0]
 
     def call_in_a_row(self, calls: Sequence[Sequence[Inputs]]) -> list[CallResult]:
@@ -146,9 +168,11 @@ class EmulatedLayer:
         """
         queued = []
         for inputs in calls:
+            outputs = [self._output(rank, len(own.x)).expect_defined() for rank, own in enumerate(inputs)]
             for rank, own in enumerate(inputs):
                 self._queue_companion(rank, own)
-            queued.append([self._queue(rank, own) for rank, own in enumerate(inputs)])
+                self._queue(rank, len(own.x), outputs[rank])
+            queued.append(outputs)
         return self._finish(queued)
 
     def trace(self, rank: int) -> np.ndarray:
@@ -182,10 +206,10 @@ class EmulatedLayer:
         params = ParamStruct(params_fields(contract.ranks, plan.trace))
         for name, tensor in to_kernel_layout(own, layout)._asdict().items():
             params.set(name, self._upload(rank, tensor.numpy()).ptr)
-        bases = [buffer.ptr for buffer in self._symm]
+        bases = [buffer.ptr for buffer in self.symm]
         params.set("symm", bases[rank])
         params.set("local", self._local[rank].ptr)
-        params.set("status", self._status[rank].ptr)
+        params.set("status", self.status[rank].ptr)
         params.set("timeout_ns", _TIMEOUT_NS)
         params.set("rank", rank)
         params.set("offsets", [base - bases[rank] for base in bases])
@@ -204,7 +228,7 @@ class EmulatedLayer:
             "topk_ids": inputs.topk_ids.to(torch.int32).numpy(),
             "topk_weights": inputs.topk_weights.float().numpy(),
         }
-        buffer = self._symm[rank]
+        buffer = self.symm[rank]
         for name, array in regions.items():
             region = self.contract.symm[name]
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -220,13 +244,15 @@ class EmulatedLayer:
             self._modules[kernel.ptx] = self.machine.load(kernel.ptx, kernel.source)
         return self._modules[kernel.ptx]
 
-    def _queue(self, rank: int, inputs: Inputs) -> Buffer:
-        """Queue a rank's launch; the buffer of its output, [T, H]."""
-        kernel, tokens = self.kernels[rank], len(inputs.x)
-        output = self.machine.alloc(rank, (tokens, self.contract.shape.hidden), np.uint16).expect_defined()
+    def _output(self, rank: int, tokens: int) -> Buffer:
+        return self.machine.alloc(rank, (tokens, self.contract.shape.hidden), np.uint16)
+
+    def _queue(self, rank: int, tokens: int, output: Buffer, count_pointer: int = 0) -> None:
+        kernel = self.kernels[rank]
         params = self._params[rank]
         params.set("output", output.ptr)
         params.set("num_tokens", tokens)
+        params.set("num_tokens_ptr", count_pointer)
         plan = kernel.plan
         self.machine.launch(
             self._load(kernel),
@@ -238,7 +264,6 @@ class EmulatedLayer:
             [[params.to_bytes()]],
             ranks=[rank],
         )
-        return output
 
     def _queue_companion(self, rank: int, inputs: Inputs) -> None:
         kernel = self._companion()
@@ -253,7 +278,7 @@ class EmulatedLayer:
             if tokens:
                 params.set(name, self._upload(rank, tensor.numpy()).ptr)
         params.set("row_bytes", hidden * 2)
-        params.set("symm", self._symm[rank].ptr)
+        params.set("symm", self.symm[rank].ptr)
         params.set("num_tokens", tokens)
         ctas = companion.quantize_ctas(hidden, tokens, self.sms[rank])
         arguments = [[params.to_bytes()]]
@@ -272,7 +297,10 @@ class EmulatedLayer:
         return self._quantize
 
     def _finish(self, queued: Sequence[Sequence[Buffer]]) -> list[CallResult]:
-        report = self.machine.run()
+        try:
+            report = self.machine.run()
+        except EmulatorError as error:
+            raise type(error)(explain(str(error), self._words())) from error
         self._launches += len(queued)
         status, leftovers = [self._status_of(rank) for rank in self._ranks], self._leftovers()
         return [
@@ -280,15 +308,23 @@ class EmulatedLayer:
             for outputs in queued
         ]
 
+    def _words(self) -> Words:
+        buffers: dict[str, tuple[str, Layout]] = {}
+        for rank, kernel in enumerate(self.kernels):  # the machine numbers buffers as they are made
+            buffers[f"buffer {rank} of rank {rank}"] = (f"rank {rank}'s symmetric buffer", self.contract.symm)
+            number = len(self.kernels) + rank
+            buffers[f"buffer {number} of rank {rank}"] = (f"rank {rank}'s local workspace", kernel.plan.local)
+        return Words(tuple((kernel.plan, kernel.source, kernel.ptx) for kernel in self.kernels), buffers)
+
     def _status_of(self, rank: int) -> dict[str, int]:
-        words = self._status[rank].view
+        words = self.status[rank].view
         return {field.name: int(word) for field, word in zip(STATUS_FIELDS, words)}
 
     def _leftovers(self) -> list[str]:
         found = []
         for rank in self._ranks:
             for kind, buffer, layout in (
-                ("symmetric", self._symm[rank], self.contract.symm),
+                ("symmetric", self.symm[rank], self.contract.symm),
                 ("local", self._local[rank], self.kernels[rank].plan.local),
             ):
                 for name in ZEROED[kind]:

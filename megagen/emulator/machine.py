@@ -1,10 +1,10 @@
 """The emulator's Python interface: a machine of ranks and SMs, modules, buffers, launches and runs.
 
-    machine = Machine("sm90", ranks=2, sms=4)
-    module = machine.load(ptx)
-    buffer = machine.alloc(0, (128,), np.float32)
-    machine.launch(module, "kernel", grid=4, block=128, args=[[buffer, 128], [buffer, 128]])
-    report = machine.run()
+machine = Machine("sm90", ranks=2, sms=4)
+module = machine.load(ptx)
+buffer = machine.alloc(0, (128,), np.float32)
+machine.launch(module, "kernel", grid=4, block=128, args=[[buffer, 128], [buffer, 128]])
+report = machine.run()
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Buffer:
     Its contents count as undefined until a kernel writes them or the host takes ``array``.
     """
 
-    def __init__(self, machine: Machine, handle: int, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, machine: Machine, handle: int, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
         self._machine, self._handle = machine, handle
         self.rank, self.shape, self.dtype = rank, shape, dtype
         self.ptr: int = native.library().emulator_address(handle)
@@ -128,8 +130,9 @@ class Buffer:
         index = np.unravel_index(first // self.dtype.itemsize, self.shape)
         writer = native.library().emulator_last_writer(self._machine._handle, self._handle, first).decode()
         raise UninitializedUse(
-            f"the output buffer of rank {self.rank}, shape {self.shape}: {len(undefined)} bytes are undefined after the "
-            f"run, the first in element {tuple(int(i) for i in index)}, last written by {writer}"
+            f"the output buffer of rank {self.rank}, shape {self.shape}: {len(undefined)} bytes are "
+            f"undefined after the run, the first in element {tuple(int(i) for i in index)}, "
+            f"last written by {writer}"
         )
 
 
@@ -169,10 +172,11 @@ class Machine:
         max_steps: limit of warp instructions (0: none); StepLimit beyond it.
         races: check that conflicting accesses are ordered.
         proxy: what an async-proxy access that lacks a proxy fence is: "error", "report" or "off".
-        collectives_order: take shfl, vote, elect and the other warp-synchronous instructions for memory barriers among
-            their lanes. The ISA gives that to bar.warp.sync alone; hardware and many public kernels don't mind.
-        watchdog: let virtual time pass in waits that look at a clock, so that a kernel's own watchdog fires, instead of
-            reporting a Deadlock at once.
+        collectives_order: take shfl, vote, elect and the other warp-synchronous instructions for memory
+            barriers among their lanes. The ISA gives that to bar.warp.sync alone; hardware and many public
+            kernels don't mind.
+        watchdog: let virtual time pass in waits that look at a clock, so that a kernel's own watchdog fires,
+            instead of reporting a Deadlock at once.
     """
 
     def __init__(
@@ -216,7 +220,9 @@ class Machine:
             self._lib.emulator_destroy(self._handle)
 
     def _raise(self) -> None:
-        raise _ERRORS[max(0, self._lib.emulator_error_kind())](self._lib.emulator_error().decode(errors="replace"))
+        raise _ERRORS[max(0, self._lib.emulator_error_kind())](
+            self._lib.emulator_error().decode(errors="replace")
+        )
 
     def _checked(self, handle: int | None) -> int:
         if not handle:
@@ -225,13 +231,15 @@ class Machine:
         return handle
 
     def load(self, ptx: str, source: str | None = None) -> Module:
-        """Parse and decode a PTX module; ``source`` is the text that its .loc lines mean, quoted in errors.
+        """Parse and decode a PTX module; ``source`` is what its .loc lines mean, quoted in errors.
 
         Raises:
-            UnsupportedInstruction: an instruction form that isn't implemented, with its line and PTX ISA section.
+            UnsupportedInstruction: a form that isn't implemented, with its line and PTX ISA section.
             EmulatorError: text that can't be parsed.
         """
-        return Module(self._checked(self._lib.emulator_load(self._handle, ptx.encode(), (source or "").encode())))
+        return Module(
+            self._checked(self._lib.emulator_load(self._handle, ptx.encode(), (source or "").encode()))
+        )
 
     def alloc(self, rank: int, shape: Dimensions, dtype: DTypeLike = np.uint8, align: int = 256) -> Buffer:
         """Global memory on a rank; undefined until written.
@@ -247,7 +255,9 @@ class Machine:
         kind = np.dtype(dtype)
         name = f"buffer {len(self._buffers)} of rank {rank} ({kind}{list(dims)})"
         nbytes = math.prod(dims) * kind.itemsize
-        handle = self._checked(self._lib.emulator_allocate(self._handle, rank, nbytes, align, name.encode(), 0))
+        handle = self._checked(
+            self._lib.emulator_allocate(self._handle, rank, nbytes, align, name.encode(), 0)
+        )
         buffer = Buffer(self, handle, rank, dims, kind)
         self._buffers.append(buffer)
         return buffer
@@ -285,8 +295,8 @@ class Machine:
         for rank, values in zip(where, args):
             block_of_bytes = _pack(entry, parameters, values)
             status = self._lib.emulator_launch(
-                self._handle, module._handle, entry.encode(), rank, _triple(grid), _triple(block), _triple(cluster),
-                smem, block_of_bytes, len(block_of_bytes), programmatic,
+                self._handle, module._handle, entry.encode(), rank, _triple(grid), _triple(block),
+                _triple(cluster), smem, block_of_bytes, len(block_of_bytes), programmatic,
             )  # fmt: skip
             if status >= 0:
                 self._raise()
@@ -324,7 +334,7 @@ class Machine:
 def supported_forms() -> list[tuple[str, str]]:
     """The decoder's table: (pattern in the ISA's syntax, section of the PTX ISA).
 
-    In a pattern, ``(.a|.b)`` stands for one of its modifiers and ``{.a|.b}`` for one or none.
+    In a pattern, ``(.a|.b)`` stands for one of its modifiers, ``{.a|.b}`` for one or none.
     """
     rows = native.library().emulator_forms().decode().splitlines()
     return [(pattern, section) for pattern, section in (row.split("\t") for row in rows)]
@@ -345,7 +355,9 @@ def _pack(entry: str, parameters: Sequence[_Parameter], values: Sequence[Any]) -
     for index, (parameter, value) in enumerate(zip(parameters, values)):
         data = _encode(value, parameter)
         if len(data) != parameter.nbytes:
-            raise InputError(f"{entry}: argument {index} has {len(data)} bytes, its parameter {parameter.nbytes}")
+            raise InputError(
+                f"{entry}: argument {index} has {len(data)} bytes, its parameter {parameter.nbytes}"
+            )
         block[parameter.offset : parameter.offset + parameter.nbytes] = data
     return bytes(block)
 
@@ -363,4 +375,6 @@ def _encode(value: Any, parameter: _Parameter) -> bytes:
         return struct.pack("<d" if parameter.nbytes == 8 else "<f", value)
     if isinstance(value, int):
         return (value % (1 << (8 * parameter.nbytes))).to_bytes(parameter.nbytes, "little")
-    raise InputError(f"an argument of type {type(value).__name__}: pass int, float, bytes, Buffer or TensorMap")
+    raise InputError(
+        f"an argument of type {type(value).__name__}: pass int, float, bytes, Buffer or TensorMap"
+    )

@@ -103,7 +103,8 @@ def shared_object() -> Path:
                 _build(target)
     except OSError as error:
         raise CacheError(
-            f"the cache {target.parent} can't be used ({error}); set MEGAGEN_CACHE_DIR to a folder that this user can write"
+            f"the cache {target.parent} can't be used ({error}); "
+            "set MEGAGEN_CACHE_DIR to a folder that this user can write"
         ) from error
     return target
 
@@ -143,7 +144,19 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "emulator_free": (None, (_pointer,)),
     "emulator_launch": (
         _i32,
-        (_pointer, _pointer, _text, _i32, _pointer, _pointer, _pointer, ctypes.c_uint32, _pointer, _u64, _i32),
+        (
+            _pointer,
+            _pointer,
+            _text,
+            _i32,
+            _pointer,
+            _pointer,
+            _pointer,
+            ctypes.c_uint32,
+            _pointer,
+            _u64,
+            _i32,
+        ),
     ),
     "emulator_run": (_i32, (_pointer,)),
     "emulator_counters": (None, (_pointer, _pointer)),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megagen.contract import DTYPE_BYTES, Contract, WeightLayout
 from megagen.errors import InputError
 from megagen.planning import KernelPlan
-from megagen.planning.plan import BLOCK_N
+from megagen.planning.sm90 import BLOCK_N
 from megagen.runtime import ops
 from megagen.runtime.arguments import ArgumentCheck
 from megagen.runtime.kernels import bundle_kernels, check_forced_plan

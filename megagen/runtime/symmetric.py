@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megagen.contract import Contract, Region
 from megagen.errors import InputError, MegaMoETimeout
-from megagen.planning.plan import LARGEST_BLOCK_M, KernelPlan, local_layout
+from megagen.planning.plan import ZEROED_LOCAL, ZEROED_SYMMETRIC, KernelPlan
+from megagen.planning.sm90 import LARGEST_BLOCK_M, local_layout
 from megagen.runtime.driver import Gpu, private_stream, require_gpu
 from megagen.runtime.patience import Progress, wait_for_streams
 from megagen.runtime.peers import OneProcess, Peers, agree_on, peers_of, together
@@ -30,7 +31,6 @@ _TORCH_DTYPES = {
     "f32": torch.float32,
     "u64": torch.int64,
 }
-_ZERO_BETWEEN_LAUNCHES = ("launch", "send_count", "l1_arrival", "l2_arrival", "l2_finished")
 
 
 def host_limit(timeout_s: float) -> float:
@@ -226,9 +226,9 @@ class SymmBuffer:
         return wait_for_streams(streams, self._progress.launches, limit_s)
 
     def _clear(self) -> None:
-        for name in ("control", "flags", "pending"):
+        for name in ZEROED_SYMMETRIC:
             self.symm_view(name).zero_()
-        for name in _ZERO_BETWEEN_LAUNCHES:
+        for name in ZEROED_LOCAL:
             self.local_view(name).zero_()
         self.status.clear()
 

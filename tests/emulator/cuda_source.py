@@ -4,7 +4,8 @@ from functools import cache
 
 from cuda.bindings import nvrtc
 
-_PRELUDE = """typedef unsigned char u8; typedef unsigned short u16; typedef unsigned u32; typedef unsigned long long u64;
+_PRELUDE = """typedef unsigned char u8; typedef unsigned short u16;
+typedef unsigned u32; typedef unsigned long long u64;
 #line 1
 """
 

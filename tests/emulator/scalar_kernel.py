@@ -27,10 +27,10 @@ _STORE = {
 
 
 def evaluate(instruction: str, types: str, rows: Sequence[Sequence[int]], **options: object) -> list[int]:
-    """Results of ``instruction`` (written with {0} for the result and {1}, {2}, ... for operands), one row a lane.
+    """Results of ``instruction``, in which {0} is the result and {1}, {2}, ... are operands; one row a lane.
 
-    ``types`` has one letter for the result and each operand: r b32, l b64, h b16, f float32, d float64, p predicate.
-    Operands and results are bit patterns.
+    ``types`` has one letter for the result and each operand: r b32, l b64, h b16, f float32, d float64,
+    p predicate.    Operands and results are bit patterns.
     """
     assert len(rows) <= 32
     operands = len(types) - 1

@@ -24,12 +24,12 @@ SAMPLE = {"wgmma_fp8": 12, "wgmma_other": 4, "wgmma_layout": 3}
 
 
 def sampled() -> Iterator[Case]:
-    for group, build in corpus.groups().items():
+    for group, build in corpus.recorded_groups().items():
         yield from build()[:: SAMPLE.get(group, 1)]
 
 
 CASES = {case.name: case for case in sampled()}
-GROUP_OF = {case.name: group for group, build in corpus.groups().items() for case in build()}
+GROUP_OF = {case.name: group for group, build in corpus.recorded_groups().items() for case in build()}
 BATCH_OF = {source: i // BATCH for i, source in enumerate(dict.fromkeys(c.source for c in CASES.values()))}
 recorded = cache(records.load)
 

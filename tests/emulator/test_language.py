@@ -1,5 +1,7 @@
 """PTX as compilers write it: functions, structs by value, local memory, variables, switches, scopes, printf, debug lines."""
 
+# ruff: noqa: E501 (embedded CUDA C++ and PTX)
+
 import re
 import struct
 
@@ -94,11 +96,13 @@ def test_printf_and_assert() -> None:
 
 
 def test_an_unknown_instruction_stops_with_text_line_and_section() -> None:
-    with pytest.raises(UnsupportedInstruction, match=r"PTX line \d+ .*`vadd4.u32.u32.u32 %r0, %r1, %r2, %r3`"):
+    with pytest.raises(
+        UnsupportedInstruction, match=r"PTX line \d+ .*`vadd4.u32.u32.u32 %r0, %r1, %r2, %r3`"
+    ):
         Machine("sm90").load(ptx_kernel("vadd4.u32.u32.u32 %r0, %r1, %r2, %r3;"))
-    with pytest.raises(UnsupportedInstruction, match="Integer Arithmetic Instructions"):
+    with pytest.raises(UnsupportedInstruction, match=r"Integer Arithmetic Instructions"):
         Machine("sm90").load(ptx_kernel("add.f8 %r0, %r1, %r2;"))
-    with pytest.raises(UnsupportedInstruction, match="im2col|form isn't implemented"):
+    with pytest.raises(UnsupportedInstruction, match=r"im2col|form isn't implemented"):
         Machine("sm90").load(
             ptx_kernel(
                 "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
@@ -110,7 +114,10 @@ def test_an_unknown_instruction_stops_with_text_line_and_section() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (".version 8.6\n.target sm_90a\n.address_size 64\n.entry k() { add.u32 %r1 %r2; }", "PTX line 4: expected ,"),
+        (
+            ".version 8.6\n.target sm_90a\n.address_size 64\n.entry k() { add.u32 %r1 %r2; }",
+            "PTX line 4: expected ,",
+        ),
         (ptx_kernel("bra NOWHERE;"), "label `NOWHERE` isn't defined"),
         (ptx_kernel("mov.u32 %q1, 1;"), "`%q1` isn't a register"),
         (ptx_kernel("mov.u32 %r1, missing;"), "`missing` isn't declared"),
@@ -123,26 +130,26 @@ def test_what_cannot_be_decoded_names_its_line(text: str, message: str) -> None:
 
 def test_recursion_is_refused_by_name() -> None:
     text = PTX_HEADER + ".func f() { call f; ret; }\n.visible .entry k() { call f; ret; }"
-    with pytest.raises(UnsupportedInstruction, match="function `f` is recursive"):
+    with pytest.raises(UnsupportedInstruction, match=r"function `f` is recursive"):
         Machine("sm90").load(text)
 
 
 def test_arguments_are_checked() -> None:
     machine = Machine("sm90")
     module = machine.load(ptx_kernel("", 2))
-    with pytest.raises(InputError, match="k takes 2 parameters, 1 were given"):
+    with pytest.raises(InputError, match=r"k takes 2 parameters, 1 were given"):
         machine.launch(module, "k", 1, 32, args=[[1]])
     with pytest.raises(InputError, match=r"argument 1 has 4 bytes, its parameter 8"):
         machine.launch(module, "k", 1, 32, args=[[1, b"1234"]])
-    with pytest.raises(InputError, match="isn't a kernel of this module; it has: k"):
+    with pytest.raises(InputError, match=r"isn't a kernel of this module; it has: k"):
         machine.launch(module, "j", 1, 32, args=[[1, 2]])
-    with pytest.raises(InputError, match="args has 1 entries"):
+    with pytest.raises(InputError, match=r"args has 1 entries"):
         Machine("sm90", ranks=2).launch(module, "k", 1, 32, args=[[1, 2]])
-    with pytest.raises(InputError, match="rank=3: the machine has ranks 0 to 0"):
+    with pytest.raises(InputError, match=r"rank=3: the machine has ranks 0 to 0"):
         machine.alloc(3, 4)
-    with pytest.raises(EmulatorError, match="must be a positive multiple of cluster"):
+    with pytest.raises(EmulatorError, match=r"must be a positive multiple of cluster"):
         machine.launch(module, "k", 3, 32, 2, args=[[1, 2]])
-    with pytest.raises(EmulatorError, match="shared memory exceed"):
+    with pytest.raises(EmulatorError, match=r"shared memory exceed"):
         machine.launch(module, "k", 1, 32, 1, 300000, args=[[1, 2]])
 
 
@@ -191,8 +198,10 @@ def test_module_variables_are_per_rank() -> None:
 def test_constants_cannot_be_written() -> None:
     body = "mov.u64 %rd0, c; cvta.const.u64 %rd0, %rd0; st.u32 [%rd0], 1;"
     machine = Machine("sm90")
-    machine.launch(machine.load(ptx_kernel(body, module=".const .align 4 .u32 c = 1;")), "k", 1, 1, args=[[0]])
-    with pytest.raises(MemoryFault, match="variable c, which is read-only"):
+    machine.launch(
+        machine.load(ptx_kernel(body, module=".const .align 4 .u32 c = 1;")), "k", 1, 1, args=[[0]]
+    )
+    with pytest.raises(MemoryFault, match=r"variable c, which is read-only"):
         machine.run()
 
 

@@ -1,5 +1,7 @@
 """Loads, stores, atomics, faults and undefined values."""
 
+# ruff: noqa: E501 (embedded CUDA C++ and PTX)
+
 import numpy as np
 import pytest
 from cuda_source import ptx_kernel, to_ptx
@@ -8,7 +10,15 @@ from megagen.emulator import Machine
 from megagen.errors import MemoryFault, UninitializedUse
 
 
-def run(body: str, *buffers: np.ndarray, block: int = 32, smem: int = 0, ranks: int = 1, module: str = "", **options: object):
+def run(
+    body: str,
+    *buffers: np.ndarray,
+    block: int = 32,
+    smem: int = 0,
+    ranks: int = 1,
+    module: str = "",
+    **options: object,
+):
     """Runs kernel ``k`` on rank 0 (or all ranks) with the arrays as buffers; returns what they hold afterwards."""
     machine = Machine("sm90", ranks=ranks, **options)
     held = []
@@ -84,7 +94,10 @@ def test_shared_memory_static_dynamic_and_generic() -> None:
 def test_atomics_of_a_warp(operation: str, start: int, operand: int, expected: int) -> None:
     # inc counts 0 to 9 and wraps: 32 steps from 0 end at 2; dec from 0 goes 9, 8, ... and ends at 8.
     body = f"atom.global.{operation} %r0, [%a0], {operand};"
-    (out,) = run(body.replace("add.f32 %r0", "add.f32 %f0").replace(", 1065353216", ", 0f3F800000"), np.array([start], np.uint32))
+    (out,) = run(
+        body.replace("add.f32 %r0", "add.f32 %f0").replace(", 1065353216", ", 0f3F800000"),
+        np.array([start], np.uint32),
+    )
     assert out[0] == expected
 
 
@@ -100,13 +113,71 @@ def test_reductions_compare_and_swap_and_halves() -> None:
     """
     data = np.zeros(10, np.uint32)
     data[0] = 7
-    (out,) = run(body.replace("red.global.add.noftz.f16x2 [%a0+16], 0x3C003C00", "mov.u32 %r8, 0x3C003C00; red.global.add.noftz.f16x2 [%a0+16], %r8"), data)
+    (out,) = run(
+        body.replace(
+            "red.global.add.noftz.f16x2 [%a0+16], 0x3C003C00",
+            "mov.u32 %r8, 0x3C003C00; red.global.add.noftz.f16x2 [%a0+16], %r8",
+        ),
+        data,
+    )
     assert out[0] == 0
     assert out[2:4].view(np.uint64)[0] == 96
     assert list(out[4:5].view(np.float16)) == [32, 32]
     assert out[5] == 31
     assert out[6:8].view(np.float64)[0] == 16
     assert list(out[8:10].view(np.float32)) == [32, 64]
+
+
+def test_hints_policies_and_mmio_leave_values_alone() -> None:
+    body = """
+    createpolicy.fractional.L2::evict_last.b64 %rd1, 0.5; createpolicy.cvt.L2.b64 %rd2, 0x14F0000000000000;
+    createpolicy.range.global.L2::evict_last.L2::evict_unchanged.b64 %rd3, [%a0], 64, 128;
+    prefetch.global.L2 [%a0]; prefetchu.L1 [%a0]; applypriority.global.L2::evict_normal [%a0], 128;
+    cp.async.bulk.prefetch.L2.global [%a0], 32;
+    fence.proxy.alias; pmevent 1;
+    ld.mmio.relaxed.sys.global.u32 %r0, [%a0]; st.mmio.relaxed.sys.global.u32 [%a0+4], %r0; ldu.global.u32 %r1, [%a0];
+    ld.global.L2::cache_hint.u32 %r2, [%a0], %rd1; st.global.L2::cache_hint.u32 [%a0+8], %r2, %rd2;
+    isspacep.global %p0, %a0; isspacep.shared %p1, %a0; selp.u32 %r3, 1, 0, %p0; selp.u32 %r4, 1, 0, %p1;
+    st.global.v2.u32 [%a0+16], {%r3, %r4};
+    mov.u32 %r5, s; getctarank.shared::cluster.u32 %r6, %r5; st.global.u32 [%a0+24], %r6;
+    exit;
+    """
+    (out,) = run(body, np.array([7] + [9] * 7, np.uint32), block=1, module=".shared .align 4 .u32 s;")
+    assert list(out) == [7, 7, 7, 9, 1, 0, 0, 9]
+
+
+def test_more_atomics() -> None:
+    body = """
+    .reg .b128 %q<4>;
+    mov.b128 %q0, {%rd1, %rd2};
+    red.global.inc.u32 [%a0], 100;
+    atom.global.exch.u32 %r0, [%a0+4], 5;
+    atom.global.add.noftz.bf16x2 %r1, [%a0+8], %r9;
+    atom.global.add.v2.f32 {%f0, %f1}, [%a0+16], {0f3F800000, 0f40000000};
+    atom.global.max.noftz.v2.f16 {%h0, %h1}, [%a0+24], {%h2, %h3};
+    red.global.add.noftz.v4.f16x2 [%a0+32], {%r8, %r8, %r8, %r8};
+    atom.global.exch.b128 %q1, [%a0+48], %q0;
+    st.global.b128 [%a0+64], %q1;
+    st.global.v2.f32 [%a0+80], {%f0, %f1}; st.global.u32 [%a0+88], %r0;
+    """
+    setup = "mov.u32 %r9, 0x3F803F80; mov.u32 %r8, 0x3C003C00; mov.u64 %rd1, 11; mov.u64 %rd2, 22; mov.b16 %h2, 0x4000; mov.b16 %h3, 0x3C00;"
+    data = np.zeros(24, np.uint32)
+    data[0], data[1], data[6] = 7, 8, 0x42003800
+    data[12:16] = [1, 2, 3, 4]
+    (out,) = run(setup + body, data, block=1)
+    assert out[0] == 8
+    assert (out[1], out[22]) == (5, 8)
+    assert out[2] == 0x3F803F80
+    assert list(out[4:6].view(np.float32)) == [1, 2]
+    assert out[6] == 0x42004000
+    assert list(out[8:12]) == [0x3C003C00] * 4
+    assert list(out[12:20]) == [11, 0, 22, 0, 1, 2, 3, 4]
+    assert list(out[20:22].view(np.float32)) == [0, 0]
+
+
+def test_scalar_noftz_atomics() -> None:
+    (out,) = run("mov.b16 %h1, 0x3C00; atom.global.add.noftz.f16 %h0, [%a0], %h1;", np.zeros(2, np.uint16))
+    assert out.view(np.float16)[0] == 32
 
 
 @pytest.mark.parametrize(
@@ -131,7 +202,7 @@ def test_use_after_free() -> None:
     buffer = machine.alloc(0, 4)
     buffer.free()
     machine.launch(machine.load(ptx_kernel("ld.global.u32 %r0, [%a0];")), "k", 1, 1, args=[[buffer]])
-    with pytest.raises(MemoryFault, match="which was freed"):
+    with pytest.raises(MemoryFault, match=r"which was freed"):
         machine.run()
 
 
@@ -141,8 +212,14 @@ def test_use_after_free() -> None:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        ("setp.eq.u32 %p0, %r0, 0; @%p0 bra L; L:", "the predicate that guards this instruction is undefined"),
-        ("cvt.u64.u32 %rd0, %r0; add.u64 %rd0, %rd0, %a0; ld.global.u32 %r1, [%rd0];", "the address is undefined"),
+        (
+            "setp.eq.u32 %p0, %r0, 0; @%p0 bra L; L:",
+            "the predicate that guards this instruction is undefined",
+        ),
+        (
+            "cvt.u64.u32 %rd0, %r0; add.u64 %rd0, %rd0, %a0; ld.global.u32 %r1, [%rd0];",
+            "the address is undefined",
+        ),
         ("bar.sync %r0, 32;", "the barrier number is undefined"),
         ("shfl.sync.idx.b32 %r1, %r2, %r0, 31, -1;", "the source lane is undefined"),
     ],
@@ -178,7 +255,9 @@ def test_undefined_memory_propagates_by_bytes_to_an_output() -> None:
     assert list(out.view) == [1, 0, 1, 0, 0, 0, 0, 0]
     body = "ld.global.b32 %r0, [%a0]; st.global.u32 [%a1+4], %r0;"
     machine.launch(machine.load(ptx_kernel(body, 2)), "k", 1, 1, args=[[source, out]])
-    with pytest.raises(UninitializedUse, match=r"2 bytes are undefined.*element \(5,\), last written by rank 0 SM 0 warp 0"):
+    with pytest.raises(
+        UninitializedUse, match=r"2 bytes are undefined.*element \(5,\), last written by rank 0 SM 0 warp 0"
+    ):
         machine.run()
 
 

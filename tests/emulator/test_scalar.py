@@ -1,5 +1,7 @@
 """Integer, bit, float and conversion instructions against values worked out from the PTX ISA."""
 
+# ruff: noqa: E501 (embedded CUDA C++ and PTX)
+
 import struct
 
 import pytest
@@ -66,7 +68,11 @@ INTEGER = [
     ("dp2a.hi.s32.u32 {0}, {1}, {2}, {3}", "rrrr", [(0xFFFF0003, 0x05040302, 1, -5 + 12 + 1)]),
     ("add.cc.u32 {0}, {1}, {2}; addc.u32 {0}, 0, 0", "rrr", [(U32, 1, 1), (1, 1, 0)]),
     ("sub.cc.u32 {0}, {1}, {2}; subc.u32 {0}, 5, 0", "rrr", [(1, 2, 4), (2, 1, 5)]),
-    ("mad.lo.cc.u32 {0}, {1}, {2}, 1; madc.hi.u32 {0}, {1}, {2}, 0", "rrr", [(U32, U32, U32 - 1), (U32, 1, 1)]),
+    (
+        "mad.lo.cc.u32 {0}, {1}, {2}, 1; madc.hi.u32 {0}, {1}, {2}, 0",
+        "rrr",
+        [(U32, U32, U32 - 1), (U32, 1, 1)],
+    ),
 ]
 BITS = [
     ("and.b32 {0}, {1}, {2}", "rrr", [(0b1100, 0b1010, 0b1000)]),
@@ -174,10 +180,15 @@ FLOAT = [
     ("abs.f64 {0}, {1}", "dd", [(f64(-4.0), f64(4.0))]),
     ("neg.f64 {0}, {1}", "dd", [(f64(-4.0), f64(4.0))]),
     ("min.f64 {0}, {1}, {2}", "ddd", [(f64(-4.0), f64(4.0), f64(-4.0))]),
+    ("max.f64 {0}, {1}, {2}", "ddd", [(f64(-4.0), f64(4.0), f64(4.0))]),
+    ("mad.rn.f64 {0}, {1}, {2}, {3}", "dddd", [(f64(2.0), f64(3.0), f64(1.0), f64(7.0))]),
     ("setp.geu.f64 {0}, {1}, {2}", "pdd", [(f64(4.0), f64(4.0), 1)]),
     ("add.f16 {0}, {1}, {2}", "hhh", [(f16(1.0), f16(2.0), f16(3.0)), (f16(65504.0), f16(65504.0), 0x7C00)]),
     ("add.f16x2 {0}, {1}, {2}", "rrr", [(f16(1.0) << 16 | f16(2.0), f16(3.0) << 16 | f16(4.0), f16(4.0) << 16 | f16(6.0))]),
     ("sub.bf16x2 {0}, {1}, {2}", "rrr", [(bf16(1.0) << 16 | bf16(2.0), bf16(3.0) << 16 | bf16(4.0), bf16(-2.0) << 16 | bf16(-2.0))]),
+    ("add.bf16 {0}, {1}, {2}", "hhh", [(bf16(1.0), bf16(2.0), bf16(3.0))]),
+    ("sub.f16 {0}, {1}, {2}", "hhh", [(f16(1.0), f16(2.0), f16(-1.0))]),
+    ("mul.sat.f16 {0}, {1}, {2}", "hhh", [(f16(3.0), f16(2.0), f16(1.0))]),
     ("mul.rn.bf16 {0}, {1}, {2}", "hhh", [(bf16(3.0), bf16(0.5), bf16(1.5))]),
     ("fma.rn.relu.bf16x2 {0}, {1}, {2}, {3}", "rrrr", [(bf16(1.0) << 16 | bf16(2.0), bf16(-1.0) << 16 | bf16(2.0), 0, bf16(4.0))]),
     ("fma.rn.f16 {0}, {1}, {2}, {3}", "hhhh", [(f16(2.0), f16(3.0), f16(1.0), f16(7.0))]),
@@ -245,7 +256,9 @@ CONVERT = [
 
 
 @pytest.mark.parametrize(
-    ("instruction", "types", "rows"), [*INTEGER, *BITS, *FLOAT, *CONVERT], ids=lambda v: v if isinstance(v, str) else ""
+    ("instruction", "types", "rows"),
+    [*INTEGER, *BITS, *FLOAT, *CONVERT],
+    ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_value(instruction: str, types: str, rows: list[tuple[int, ...]]) -> None:
     width = 64 if types[0] in "ld" else 16 if types[0] == "h" else 1 if types[0] == "p" else 32

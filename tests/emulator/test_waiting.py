@@ -1,5 +1,7 @@
 """Polling, virtual time, deadlocks, watchdogs, step limits and determinism."""
 
+# ruff: noqa: E501 (embedded CUDA C++ and PTX)
+
 import numpy as np
 import pytest
 from cuda_source import ptx_kernel, to_ptx
@@ -69,9 +71,11 @@ def _single(entry: str, *arguments: int, **options: object):
 
 
 def test_a_deadlock_comes_before_the_kernels_own_watchdog() -> None:
-    with pytest.raises(Deadlock, match=r"polls unchanged memory: buffer 0 of rank 0 \(uint32\[1\]\) \+ 0 = 0"):
+    with pytest.raises(
+        Deadlock, match=r"polls unchanged memory: buffer 0 of rank 0 \(uint32\[1\]\) \+ 0 = 0"
+    ):
         _single("watchdog", 10**9)
-    with pytest.raises(Deadlock, match="polls unchanged memory"):
+    with pytest.raises(Deadlock, match=r"polls unchanged memory"):
         _single("backoff")
 
 
@@ -94,7 +98,7 @@ def test_waiting_for_time_alone_ends() -> None:
 
 
 def test_a_step_limit() -> None:
-    with pytest.raises(StepLimit, match="max_steps=1000"):
+    with pytest.raises(StepLimit, match=r"max_steps=1000"):
         machine = Machine("sm90", max_steps=1000)
         out = machine.alloc(0, 1, np.uint32)
         out.array[:] = 0
@@ -137,7 +141,9 @@ def test_programmatic_dependent_launch() -> None:
         out = machine.alloc(0, 2, np.uint32)
         out.array[:] = 0
         machine.launch(machine.load(ptx_kernel(first)), "k", 1, 1, args=[[out]])
-        machine.launch(machine.load(ptx_kernel(second.format(wait))), "k", 1, 1, args=[[out]], programmatic=True)
+        machine.launch(
+            machine.load(ptx_kernel(second.format(wait))), "k", 1, 1, args=[[out]], programmatic=True
+        )
         machine.run()
         return int(out.view[1])
 

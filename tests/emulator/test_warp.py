@@ -1,5 +1,7 @@
 """Exchange within a warp, divergence, and matrices between shared memory and registers."""
 
+# ruff: noqa: E501 (embedded CUDA C++ and PTX)
+
 import numpy as np
 import pytest
 from cuda_source import ptx_kernel, to_ptx
@@ -23,7 +25,9 @@ def lanes(body: str, block: int = 32, module: str = "", **options: object) -> li
 def test_shuffles() -> None:
     assert lanes("shfl.sync.idx.b32 %r0, %r9, 5, 31, -1;") == [5] * 32
     assert lanes("shfl.sync.bfly.b32 %r0, %r9, 3, 31, -1;") == [lane ^ 3 for lane in range(32)]
-    assert lanes("shfl.sync.up.b32 %r0, %r9, 2, 0, -1;") == [max(lane - 2, lane % 2 if lane < 2 else 0) for lane in range(32)]
+    assert lanes("shfl.sync.up.b32 %r0, %r9, 2, 0, -1;") == [
+        max(lane - 2, lane % 2 if lane < 2 else 0) for lane in range(32)
+    ]
     down = lanes("shfl.sync.down.b32 %r0|%p0, %r9, 4, 31, -1; @!%p0 mov.u32 %r0, 99;")
     assert down == [lane + 4 if lane < 28 else 99 for lane in range(32)]
     # Segments of 8: c = (32 - 8) << 8 | 7 for idx.
@@ -32,9 +36,18 @@ def test_shuffles() -> None:
 
 def test_votes_and_matches() -> None:
     assert lanes("setp.lt.u32 %p0, %r9, 4; vote.sync.ballot.b32 %r0, %p0, -1;") == [15] * 32
-    assert lanes("setp.lt.u32 %p0, %r9, 4; vote.sync.any.pred %p1, %p0, -1; selp.u32 %r0, 1, 0, %p1;") == [1] * 32
-    assert lanes("setp.lt.u32 %p0, %r9, 4; vote.sync.all.pred %p1, !%p0, -1; selp.u32 %r0, 1, 0, %p1;") == [0] * 32
-    assert lanes("setp.lt.u32 %p0, %r9, 40; vote.sync.uni.pred %p1, %p0, -1; selp.u32 %r0, 1, 0, %p1;") == [1] * 32
+    assert (
+        lanes("setp.lt.u32 %p0, %r9, 4; vote.sync.any.pred %p1, %p0, -1; selp.u32 %r0, 1, 0, %p1;")
+        == [1] * 32
+    )
+    assert (
+        lanes("setp.lt.u32 %p0, %r9, 4; vote.sync.all.pred %p1, !%p0, -1; selp.u32 %r0, 1, 0, %p1;")
+        == [0] * 32
+    )
+    assert (
+        lanes("setp.lt.u32 %p0, %r9, 40; vote.sync.uni.pred %p1, %p0, -1; selp.u32 %r0, 1, 0, %p1;")
+        == [1] * 32
+    )
     assert lanes("and.b32 %r1, %r9, 1; match.any.sync.b32 %r0, %r1, -1;") == [0x55555555, 0xAAAAAAAA] * 16
     assert lanes("match.all.sync.b32 %r0|%p0, %r9, -1; @%p0 mov.u32 %r0, 7;") == [0] * 32
     assert lanes("activemask.b32 %r0;") == [0xFFFFFFFF] * 32
@@ -46,6 +59,9 @@ def test_reductions_and_election() -> None:
     assert lanes("redux.sync.max.u32 %r0, %r9, -1;") == [31] * 32
     assert lanes("shl.b32 %r1, 1, %r9; redux.sync.or.b32 %r0, %r1, -1;") == [0xFFFFFFFF] * 32
     assert lanes("mov.u32 %r0, 9; elect.sync %r1|%p0, -1; @%p0 mov.u32 %r0, %r1;") == [0] + [9] * 31
+    floats = "cvt.rn.f32.u32 %f1, %r9; neg.f32 %f1, %f1; redux.sync.{}.f32 %f0, %f1, -1; mov.b32 %r0, %f0;"
+    assert lanes(floats.format("max.abs")) == [0x41F80000] * 32
+    assert lanes(floats.format("min")) == [0xC1F80000] * 32
     half = "setp.ge.u32 %p0, %r9, 16; mov.u32 %r0, 0; @!%p0 bra E; redux.sync.add.u32 %r0, 1, 0xFFFF0000; E: "
     assert lanes(half) == [0] * 16 + [16] * 16
 
@@ -92,7 +108,7 @@ def test_a_member_mask_that_never_gathers_is_a_deadlock() -> None:
 
 
 def test_a_lane_outside_its_own_mask_is_an_error() -> None:
-    with pytest.raises(EmulatorError, match="lane 4 isn't in its own member mask 0x0000000f"):
+    with pytest.raises(EmulatorError, match=r"lane 4 isn't in its own member mask 0x0000000f"):
         lanes("mov.u32 %r0, 0; bar.warp.sync 15;")
 
 
@@ -119,6 +135,9 @@ def test_matrices_of_16_bit_elements() -> None:
     xor.b32 %r0, %r10, %r14; xor.b32 %r18, %r13, %r17; or.b32 %r0, %r0, %r18;
     """
     assert lanes(fill + back, module=module) == [0] * 32
+    other_order = back.replace("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "stmatrix.sync.aligned.{}")
+    for form in ("x4.m8n8.trans.shared.b16", "x4.m8n8.shared.b16.trans"):
+        assert lanes(fill + other_order.replace("{}", form, 1), module=module) == [0] * 32
     moved = "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r10}, [%r2]; movmatrix.sync.aligned.m8n8.trans.b16 %r0, %r10;"
     expected = [8 * (2 * (lane % 4)) + lane // 4 for lane in range(32)]
     assert lanes(fill + moved, module=module) == [v | (v + 8) << 16 for v in expected]

@@ -9,7 +9,7 @@ import torch
 from megagen import MegaMoE, MoEShape, SymmBuffer
 from megagen.contract import Contract, WeightLayout
 from megagen.planning import KernelPlan, PlanSet, make_plan, plan_set
-from megagen.planning.plan import BLOCK_N, LADDER
+from megagen.planning.sm90 import BLOCK_N, LADDER
 from megagen.reference import accumulation_for_check, moe_forward, relative_error
 from megagen.routing import make_routing
 from megagen.runtime.local import LocalGroup

@@ -129,8 +129,7 @@ int bytes_of(Type type) {
   }
 }
 
-// --- The form table
-// ------------------------------------------------------------------------------------------------
+// --- The form table ---
 
 FormTable::FormTable() {
   for (const FormList& list : {integer_forms(), bit_forms(), float_forms(), half_forms(), convert_forms(),
@@ -191,9 +190,10 @@ bool match_from(const std::vector<Slot>& slots, size_t slot, const std::vector<s
   return slots[slot].optional && match_from(slots, slot + 1, modifiers, at, out);
 }
 
-/// Modifiers in another order than the ISA's, as assemblers let pass: each takes the first free slot that lists it. The
-/// last one, the type, must stay last.
-bool match_unordered(const std::vector<Slot>& slots, const std::vector<std::string>& modifiers, std::vector<std::string>& out) {
+/// Modifiers in another order than the ISA's, as assemblers let pass: each takes the first free slot that
+/// lists it. The last one, the type, must stay last.
+bool match_unordered(const std::vector<Slot>& slots, const std::vector<std::string>& modifiers,
+                     std::vector<std::string>& out) {
   for (size_t k = 0; k < modifiers.size(); ++k) {
     bool placed = false;
     const bool last = k + 1 == modifiers.size();
@@ -212,8 +212,7 @@ bool match_unordered(const std::vector<Slot>& slots, const std::vector<std::stri
 
 }  // namespace
 
-// --- Decoder helpers
-// -----------------------------------------------------------------------------------------------
+// --- Decoder helpers ---
 
 bool Decoder::has(const char* modifier) const {
   for (const std::string& m : matched) {
@@ -259,8 +258,7 @@ void Decoder::extra(Instr& i, const AstOperand& vector, Type type, bool is_desti
   i.extra_count += static_cast<uint32_t>(refs.size());
 }
 
-// --- The module
-// ----------------------------------------------------------------------------------------------------
+// --- The module ---
 
 namespace {
 
@@ -277,6 +275,7 @@ class ModuleDecoder final : public Decoder {
     for (const auto& f : m_.functions) {
       FunctionInfo info;
       info.name = f->name;
+      info.defined = f->defined;
       p_.functions.push_back(info);
     }
     for (const auto& f : m_.functions) {
@@ -742,7 +741,8 @@ class ModuleDecoder final : public Decoder {
       if (!ordered && !any_order) break;
       for (const FormTable::Row& row : *rows) {
         matched.assign(row.slots.size(), "");
-        if (ordered ? match_from(row.slots, 0, a.modifiers, 0, matched) : match_unordered(row.slots, a.modifiers, matched)) {
+        if (ordered ? match_from(row.slots, 0, a.modifiers, 0, matched)
+                    : match_unordered(row.slots, a.modifiers, matched)) {
           emit(a, row);
           return;
         }

@@ -89,8 +89,7 @@ void add_barriers(Exec& x, AsyncCopy& c, const Instr& i, int lane, const std::ve
   }
 }
 
-// --- Bulk copies
-// ---------------------------------------------------------------------------------------------------------
+// --- Bulk copies ---
 
 void bulk(Exec& x, const Instr& i) {
   x.require_defined(i.op[0], "destination address");
@@ -179,8 +178,7 @@ void decode_bulk_prefetch(Decoder& d, Instr& i) {
   i.fn = bulk_prefetch;
 }
 
-// --- Groups
-// --------------------------------------------------------------------------------------------------------------
+// --- Groups ---
 
 /// choice 0: bulk, 1: cp.async.
 std::unique_ptr<LaneGroups[]>& groups_of(Exec& x, const Instr& i) { return i.choice ? x.w.copy : x.w.bulk; }
@@ -241,8 +239,7 @@ void decode_wait(Decoder& d, Instr& i) {
   i.fn = wait_group;
 }
 
-// --- cp.async
-// ------------------------------------------------------------------------------------------------------------
+// --- cp.async ---
 
 /// op[2]: source size (optional); op[4]: ignore-src predicate; imm/offset as for bulk; target: cp-size.
 void copy_async(Exec& x, const Instr& i) {
@@ -319,8 +316,7 @@ void decode_copy_arrive(Decoder& d, Instr& i) {
   i.fn = copy_arrive;
 }
 
-// --- Tensor copies
-// -------------------------------------------------------------------------------------------------------
+// --- Tensor copies ---
 
 // op[0] shared address, op[1] tensor map, extra: coordinates, op[3] mbarrier, op[4] multicast mask.
 enum TensorMode : uint8_t { TensorLoad, TensorStore, TensorPrefetch };
@@ -457,8 +453,7 @@ void decode_tensor_prefetch(Decoder& d, Instr& i) {
   i.fn = tensor;
 }
 
-// --- Asynchronous stores and reductions of registers; bulk zero
-// ------------------------------------------------------------
+// --- Asynchronous stores and reductions of registers; bulk zero ---
 
 void store_async(Exec& x, const Instr& i) {
   x.require_defined(i.op[0], "address");

@@ -62,8 +62,7 @@ void call(Exec& x, const Instr& i) {
   x.f->pc = x.program.functions[static_cast<size_t>(i.target)].start;
 }
 
-// --- printf
-// ------------------------------------------------------------------------------------------------------------
+// --- printf ---
 
 uint64_t local_value(const Exec& x, int lane, uint64_t address, uint32_t bytes) {
   if (address >= kLocalWindow) address -= kLocalWindow;
@@ -155,8 +154,15 @@ void assert_call(Exec& x, const Instr& i) {
 
 void decode_call(Decoder& d, Instr& i) {
   d.call(i);
-  const std::string& name = d.program().functions[static_cast<size_t>(i.target)].name;
-  i.fn = name == "vprintf" ? vprintf_call : name == "__assertfail" ? assert_call : call;
+  const FunctionInfo& callee = d.program().functions[static_cast<size_t>(i.target)];
+  i.fn = call;
+  if (callee.name == "vprintf") {
+    i.fn = vprintf_call;
+  } else if (callee.name == "__assertfail") {
+    i.fn = assert_call;
+  } else if (!callee.defined) {
+    d.unsupported("the function `" + callee.name + "` isn't defined in this module");
+  }
 }
 
 void leave(Exec& x) {  // lanes `mask` exit
@@ -202,8 +208,7 @@ void decode_trap(Decoder&, Instr& i) { i.fn = trap; }
 void nothing(Exec&, const Instr&) {}
 void decode_nothing(Decoder&, Instr& i) { i.fn = nothing; }
 
-// --- Special registers
-// ---------------------------------------------------------------------------------------------------
+// --- Special registers ---
 
 uint64_t special_value(const Exec& x, const Instr& i, int lane) {
   const Cta& c = *x.w.cta;
@@ -336,8 +341,7 @@ void special(Exec& x, const Instr& i) {
   x.define(i.op[0]);
 }
 
-// --- Time, registers, dependent grids
-// ------------------------------------------------------------------------------------
+// --- Time, registers, dependent grids ---
 
 void nanosleep(Exec& x, const Instr& i) {
   x.require_defined(i.op[1], "sleep time");

@@ -60,8 +60,7 @@ Rounding rounding_from(const Decoder& d, Rounding otherwise) {
   return otherwise;
 }
 
-// --- Integers
-// --------------------------------------------------------------------------------------------------------------
+// --- Integers ---
 
 /// A destination register wider than D holds the value extended by D's signedness.
 template <class S, class D>
@@ -152,8 +151,7 @@ Handler integer_handler(Type to, Type from) {
   }
 }
 
-// --- Floats
-// ----------------------------------------------------------------------------------------------------------------
+// --- Floats ---
 
 double load_float(const Exec& x, const Ref& r, int l, Type t) {
   switch (t) {
@@ -334,8 +332,7 @@ void decode_cvt(Decoder& d, Instr& i) {
   }
 }
 
-// --- Packed narrow formats
-// ---------------------------------------------------------------------------------------------------
+// --- Packed narrow formats ---
 
 /// d = {a, b}: a into the upper half.
 void pack_from_f32(Exec& x, const Instr& i) {
@@ -419,8 +416,7 @@ void decode_cvt_pack(Decoder& d, Instr& i) {
   i.fn = cvt_pack;
 }
 
-// --- mov
-// -------------------------------------------------------------------------------------------------------------------
+// --- mov ---
 
 template <class T>
 void mov(Exec& x, const Instr& i) {
@@ -529,8 +525,7 @@ void decode_mov(Decoder& d, Instr& i) {
   if (width == 8 && i.op[1].width == 4) i.fn = integer_to_integer<uint32_t, uint64_t>;
 }
 
-// --- Address spaces
-// --------------------------------------------------------------------------------------------------------
+// --- Address spaces ---
 
 /// choice 0: to generic, 1: from generic.
 void cvta(Exec& x, const Instr& i) {
@@ -593,6 +588,42 @@ void decode_isspacep(Decoder& d, Instr& i) {
   i.fn = isspacep;
 }
 
+/// The address in CTA b's shared memory that corresponds to a. choice 1: getctarank, the CTA that a belongs
+/// to.
+void mapa(Exec& x, const Instr& i) {
+  const uint64_t window = i.space == Space::Generic ? kSharedWindow : 0;
+  if (!i.choice) x.require_defined(i.op[2], "CTA rank");
+  const size_t ctas = x.cta().cluster->ctas.size();
+  for (Mask rest = x.mask; rest; rest &= rest - 1) {
+    const int l = __builtin_ctz(rest);
+    const uint64_t address = x.value(i.op[1], l) - window;
+    if (address >= kSharedWindowBytes)
+      fail(ErrorKind::MemoryFault, format("lane %d: not a shared address", l));
+    if (i.choice) {
+      x.set_value(i.op[0], l, address >> kCtaShift);
+      continue;
+    }
+    const uint64_t rank = x.value(i.op[2], l) & 0xFFFFFFFFu;
+    if (rank >= ctas) {
+      fail(ErrorKind::MemoryFault,
+           format("mapa to CTA %llu of a cluster of %zu", static_cast<unsigned long long>(rank), ctas));
+    }
+    x.set_value(i.op[0], l, window + (rank << kCtaShift | (address & ((1u << kCtaShift) - 1))));
+  }
+  x.finish(i, i.choice ? 1 : 2);
+}
+void decode_mapa(Decoder& d, Instr& i) {
+  i.choice = d.ast->opcode == "getctarank";
+  i.space = d.slot(0).empty() ? Space::Generic : Space::SharedCluster;
+  const Type t = d.last_type();
+  if (i.choice) {
+    d.operands(i, Type::U32, {t});
+  } else {
+    d.operands(i, t, {t, Type::U32});
+  }
+  i.fn = mapa;
+}
+
 constexpr const char* kCvt = "Data Movement and Conversion Instructions: cvt";
 constexpr const char* kMov = "Data Movement and Conversion Instructions: mov";
 #define INTEGERS ".u8|.s8|.u16|.s16|.u32|.s32|.u64|.s64"
@@ -616,6 +647,9 @@ const Form kForms[] = {
     {"mov(.pred|.b16|.b32|.b64|.b128|.u16|.u32|.u64|.s16|.s32|.s64|.f16|.bf16|.f32|.f64)", kMov, decode_mov},
     {"cvta{.to}(.shared::cta|.shared::cluster|.shared|.global|.const|.local|.param|.param::entry)(.u64)",
      "Data Movement and Conversion Instructions: cvta", decode_cvta},
+    {"mapa{.shared::cluster}(.u32|.u64)", "Data Movement and Conversion Instructions: mapa", decode_mapa},
+    {"getctarank{.shared::cluster}(.u32|.u64)", "Data Movement and Conversion Instructions: getctarank",
+     decode_mapa},
     {"isspacep(.const|.global|.local|.shared::cta|.shared::cluster|.shared|.param)",
      "Data Movement and Conversion Instructions: isspacep", decode_isspacep},
 };

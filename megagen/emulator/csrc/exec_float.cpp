@@ -30,8 +30,7 @@ Arithmetic arithmetic(const Instr& i) {
   return {static_cast<Rounding>(i.flags & 7), (i.flags & kFtz) != 0, (i.flags & kSat) != 0};
 }
 
-// --- float32
-// -----------------------------------------------------------------------------------------------------------
+// --- float32 ---
 
 #define FLOAT_BINARY(name, function)                                                                  \
   void name##_plain(Exec& x, const Instr& i) {                                                        \
@@ -56,8 +55,7 @@ void fma_f32(Exec& x, const Instr& i) {
       x, i, [how](float a, float b, float c) { return numerics::fma(a, b, c, how); });
 }
 
-// --- float64: round to nearest with the processor, other modes by an exact error term
-// ------------------------------------
+// --- float64: round to nearest with the processor, other modes by an exact error term ---
 
 double directed(double nearest, double error, Rounding rounding) {
   if (error == 0 || !std::isfinite(nearest)) return nearest;
@@ -113,8 +111,7 @@ void fma_f64(Exec& x, const Instr& i) {
                                           [r](double a, double b, double c) { return fma64(a, b, c, r); });
 }
 
-// --- float32x2
-// -----------------------------------------------------------------------------------------------------------
+// --- float32x2 ---
 
 float low(uint64_t v) { return float_of(static_cast<uint32_t>(v)); }
 float high(uint64_t v) { return float_of(static_cast<uint32_t>(v >> 32)); }
@@ -207,8 +204,7 @@ void decode_mixed(Decoder& d, Instr& i) {
   }
 }
 
-// --- Sign, minimum, maximum
-// ------------------------------------------------------------------------------------------------
+// --- Sign, minimum, maximum ---
 
 void abs_f32(Exec& x, const Instr& i) {
   const bool ftz = i.flags & kFtz;
@@ -286,8 +282,7 @@ void decode_copysign(Decoder& d, Instr& i) {
   i.fn = t == Type::F64 ? copysign_f64 : copysign_f32;
 }
 
-// --- One operand
-// -----------------------------------------------------------------------------------------------------------
+// --- One operand ---
 
 template <float (*F)(float, bool)>
 void approximate_f32(Exec& x, const Instr& i) {
@@ -340,8 +335,7 @@ void decode_unary(Decoder& d, Instr& i) {
   if (op == "tanh") i.fn = tanh_f32;
 }
 
-// --- Comparison
-// --------------------------------------------------------------------------------------------------------------
+// --- Comparison ---
 
 enum FloatCompare : uint8_t { Eq, Ne, Lt, Le, Gt, Ge, Equ, Neu, Ltu, Leu, Gtu, Geu, Num, Nan };
 

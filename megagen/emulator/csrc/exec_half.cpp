@@ -119,8 +119,7 @@ void decode(Decoder& d, Instr& i) {
   }
 }
 
-// --- Comparison: p is the low element's result, q the high one's
-// ---------------------------------------------------------
+// --- Comparison: p is the low element's result, q the high one's ---
 
 bool holds(double a, double b, uint8_t how) {
   const bool unordered = std::isnan(a) || std::isnan(b);

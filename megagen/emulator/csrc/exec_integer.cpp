@@ -283,8 +283,7 @@ void decode_sad(Decoder& d, Instr& i) {
   simple(d, i, MEGAGEN_PICK_INTEGER(ternary_of, Sad, d.last_type()), 3, Taint::All);
 }
 
-// --- Extended precision: choice bit 0 reads the carry, bit 1 writes it
-// -------------------------------------------------
+// --- Extended precision: choice bit 0 reads the carry, bit 1 writes it ---
 
 template <class T, bool kSubtract>
 void with_carry(Exec& x, const Instr& i, T a, T b, int l, Mask& carry_out, T* out) {
@@ -351,8 +350,7 @@ void decode_mad_carry(Decoder& d, Instr& i, bool reads, bool writes) {
 void decode_mad_cc(Decoder& d, Instr& i) { decode_mad_carry(d, i, false, true); }
 void decode_madc(Decoder& d, Instr& i) { decode_mad_carry(d, i, true, d.has(".cc")); }
 
-// --- Dot products
-// ------------------------------------------------------------------------------------------------------
+// --- Dot products ---
 
 int32_t element(uint32_t word, int index, int bits, bool is_signed) {
   const uint32_t v = word >> (index * bits) & ((1u << bits) - 1);
@@ -384,8 +382,7 @@ void decode_dot(Decoder& d, Instr& i) {
   i.fn = d.ast->opcode == "dp4a" ? dp4a : dp2a;
 }
 
-// --- Comparison and selection
-// ------------------------------------------------------------------------------------------
+// --- Comparison and selection ---
 
 enum Compare : uint8_t { Eq, Ne, Lt, Le, Gt, Ge };
 enum BoolOp : uint8_t { NoBool, BoolAnd, BoolOr, BoolXor };

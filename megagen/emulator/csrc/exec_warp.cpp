@@ -18,8 +18,7 @@ void extra_predicate(Decoder& d, Instr& i, const AstOperand& o) {
   d.program().extra.push_back(p);
 }
 
-// --- shfl
-// ----------------------------------------------------------------------------------------------------------------
+// --- shfl ---
 
 enum ShuffleMode : uint8_t { Up, Down, Butterfly, Index };
 
@@ -84,8 +83,7 @@ void decode_shfl(Decoder& d, Instr& i) {
   i.fn = shfl;
 }
 
-// --- vote, match, activemask, elect, redux
-// -------------------------------------------------------------------------------
+// --- vote, match, activemask, elect, redux ---
 
 enum VoteMode : uint8_t { VoteAll, VoteAny, VoteUni, Ballot };
 
@@ -271,8 +269,7 @@ void decode_warp_sync(Decoder& d, Instr& i) {
   i.fn = warp_sync;
 }
 
-// --- Matrices
-// ------------------------------------------------------------------------------------------------------------
+// --- Matrices ---
 
 /// Rows of 8x8 matrices of 16-bit elements: lane 8m + r gives the address of row r of matrix m. flags:
 /// .trans.

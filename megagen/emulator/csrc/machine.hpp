@@ -46,8 +46,7 @@ struct ArchInfo {
            ctas_per_sm = 32;
 };
 
-// --- Fragments: lanes of a warp that are at the same instruction
-// ---------------------------------------------------
+// --- Fragments: lanes of a warp that are at the same instruction ---
 
 enum class Wait : uint8_t {
   None,  // ready
@@ -245,8 +244,7 @@ struct Grid {
   Clock finish;  // everything the grid did
 };
 
-// --- The machine
-// ---------------------------------------------------------------------------------------------------
+// --- The machine ---
 
 struct Options {
   int ranks = 1, sms = 1;

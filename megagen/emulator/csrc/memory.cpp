@@ -107,8 +107,7 @@ Place Exec::resolve(Space space, uint64_t address, uint32_t bytes, int lane, uin
   return {r, offset};
 }
 
-// --- Undefined bits of registers
-// -----------------------------------------------------------------------------------
+// --- Undefined bits of registers ---
 
 uint64_t Exec::undefined_bits(const Ref& r, int lane) const {
   if (!(undefined(r) >> lane & 1)) return 0;

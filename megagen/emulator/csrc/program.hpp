@@ -112,7 +112,7 @@ struct CallSite {
 
 struct FunctionInfo {
   std::string name;
-  bool entry = false;
+  bool entry = false, defined = false;
   int start = 0, end = 0;
   std::vector<AstVariable> params, results;
   std::vector<uint32_t> param_offsets, result_offsets;  // entry: in the parameter block; else in local memory

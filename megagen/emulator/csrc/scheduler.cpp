@@ -27,8 +27,7 @@ uint64_t mix(uint64_t h, uint64_t v) {
 
 }  // namespace
 
-// --- Fragments
-// -----------------------------------------------------------------------------------------------------
+// --- Fragments ---
 
 /// Deepest call first, then lowest address: lanes that lag behind catch up, so that branches reconverge.
 Fragment* Machine::pick(Warp& warp) {
@@ -209,8 +208,7 @@ void Exec::jump(int32_t target) {
   loop->changed = loop->strong = loop->timed = loop->overflow = false;
 }
 
-// --- Polling
-// -------------------------------------------------------------------------------------------------------
+// --- Polling ---
 
 void Exec::note_read(uint64_t place, uint32_t bytes, uint64_t value, bool strong) {
   for (LoopWatch& l : f->loops) {
@@ -283,8 +281,7 @@ void Machine::touched(Region& region, uint64_t offset, uint32_t bytes) {
   }
 }
 
-// --- Warps and events
-// ----------------------------------------------------------------------------------------------
+// --- Warps and events ---
 
 void Machine::enqueue(Warp& warp) {
   if (warp.queued) return;

@@ -7,7 +7,7 @@ import numpy as np
 from . import streams
 from .cases import STATUS, Case, Output, TensorMapSpec
 
-U8, U16, U32, F16, F32, F64, BF16, F32_FTZ, TF32, TF32_FTZ = 0, 1, 2, 6, 7, 8, 9, 10, 11, 12
+U8, U16, U32, S32, F16, F32, F64, BF16, F32_FTZ, TF32, TF32_FTZ = 0, 1, 2, 3, 6, 7, 8, 9, 10, 11, 12
 ELEMENT_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2, 10: 4, 11: 4, 12: 4}
 IMAGE_BYTES = 8192
 FILLER = 0xCDCDCDCD

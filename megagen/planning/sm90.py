@@ -1,0 +1,249 @@
+"""Plans for Hopper (sm90): E4M3 x E4M3 with float32 block scales, WGMMA by two warpgroups of one CTA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megagen.arch import Arch
+from megagen.contract import SF_BLOCK, Contract, Layout, align_up, lay_out
+from megagen.errors import PlanError
+from megagen.planning.plan import (
+    BLOCK_K,
+    EARLY_UNITS,
+    ORDER_SLOTS,
+    TILE_SLOTS,
+    Choice,
+    KernelPlan,
+    OperandOrder,
+    Role,
+    smem_layout,
+)
+from megagen.planning.rules import choose_combine_columns, choose_experts_per_wave, choose_pull_bytes
+from megagen.planning.workload import likely_rows_per_expert, rows_per_expert
+
+BLOCK_N = 256  # weight rows of a tile: one SF group of 128 intermediate columns, gate and up
+PULL_BUFFERS = 2  # token rows that a dispatch warp has in flight
+MATH_WARPS = 8
+WARP_STAGING_BYTES = 16 * 128  # 16 rows of 128 bytes
+LADDER = (16, 32, 64, 128)  # BLOCK_M values of sm90
+LARGEST_BLOCK_M = LADDER[-1]
+SMALLEST_BLOCK_M = LADDER[0]
+MAX_STAGES = 8  # enough: 8 stages of 40 KiB hide 10 us of latency at an SM's share of HBM bandwidth
+MAX_PULL_BYTES = 7168  # two row buffers of this size leave room for the stages
+
+
+@dataclass(frozen=True)
+class Sm90Plan(KernelPlan):
+    """A plan of sm90."""
+
+    @property
+    def ladder(self) -> tuple[int, ...]:
+        """The values of `block_m` that this architecture's kernels exist for."""
+        return LADDER
+
+    @property
+    def weight_stage_bytes(self) -> int:
+        return BLOCK_N * BLOCK_K
+
+    @property
+    def token_tile_bytes(self) -> int:
+        return token_tile_bytes(self.block_m)
+
+    @property
+    def pool_rows(self) -> int:
+        """Rows of the pool that no routing overflows, in whole blocks."""
+        return pool_rows(self.contract, self.block_m)
+
+    @cached_property
+    def smem(self) -> Layout:
+        """Shared-memory map of the CTA, bytes from the start of dynamic shared memory."""
+        return cta_smem(
+            self.contract, self.operand_order, self.block_m, self.stages, self.pull_bytes, self.trace
+        )
+
+    @cached_property
+    def local(self) -> Layout:
+        """Local workspace: plain device memory of this rank, zeroed once before the first launch."""
+        return local_layout(self.contract, self.block_m)
+
+    def _check_form(self) -> None:
+        if self.arch != "sm90" or self.contract.format != "fp8_block":
+            raise PlanError(
+                f"arch={self.arch!r}, format={self.contract.format!r}: this plan form is sm90 with fp8_block"
+            )
+        if self.block_m not in LADDER:
+            raise PlanError(f"block_m={self.block_m} is none of {LADDER}")
+        if (self.operand_order == "tokens_on_m") != (self.block_m == 128):
+            raise PlanError(
+                f"operand_order={self.operand_order!r} with block_m={self.block_m}: tokens_on_m tiles "
+                "have 128 rows (64 per math warpgroup), tokens_on_n tiles 16, 32 or 64"
+            )
+
+
+# Sizes
+
+
+def token_tile_bytes(block_m: int) -> int:
+    """One K block of a pool block: the rows' 128 bytes each, then a float32 scale factor each."""
+    return block_m * (BLOCK_K + 4)
+
+
+def pool_rows(contract: Contract, block_m: int) -> int:
+    """Rows for every token copy a rank can receive, each expert's starting a new block of `block_m`."""
+    worst = contract.max_received + contract.local_experts * (block_m - 1)
+    return align_up(worst, block_m)
+
+
+def cta_smem(
+    contract: Contract,
+    operand_order: OperandOrder,
+    block_m: int,
+    stages: int,
+    pull_bytes: int,
+    trace: bool = False,
+) -> Layout:
+    """Shared memory of one CTA; see the region names in the generated source."""
+    experts = contract.local_experts
+    on_m = operand_order == "tokens_on_m"
+    # Output staging: 16 rows per math warp, or 128 bytes per token and warpgroup. Routes are counted in it
+    # before.
+    staging = max(MATH_WARPS * WARP_STAGING_BYTES if on_m else 2 * block_m * 128, contract.shape.experts * 4)
+    amax = () if on_m else (("amax", "f32", (MATH_WARPS, block_m), 16), ("inverse_sf", "f32", (block_m,), 16))
+    return smem_layout(
+        ("weight_stages", "u8", (stages, BLOCK_N * BLOCK_K), 1024),
+        ("token_stages", "u8", (stages, align_up(token_tile_bytes(block_m), 1024)), 1024),
+        ("staging", "u8", (staging,), 128),
+        ("pull", "u8", (PULL_BUFFERS, pull_bytes), 128),
+        *amax,
+        ("expert_count", "u32", (experts,), 16),
+        ("expert_block", "u32", (experts,), 16),
+        ("tile_tasks", "u32", (TILE_SLOTS, 4), 16),
+        ("full", "u64", (stages,), 8),
+        ("empty", "u64", (stages,), 8),
+        ("tile_full", "u64", (TILE_SLOTS,), 8),
+        ("tile_empty", "u64", (TILE_SLOTS,), 8),
+        ("tile_stored", "u64", (TILE_SLOTS,), 8),
+        ("order_full", "u64", (ORDER_SLOTS,), 8),
+        ("order_empty", "u64", (ORDER_SLOTS,), 8),
+        ("order", "u32", (ORDER_SLOTS,), 8),
+        ("pulled", "u64", (PULL_BUFFERS,), 8),
+        # From here on the kernel zeroes everything at its start.
+        ("cta_flags", "u32", (4,), 16),
+        ("claimed_units", "u32", (EARLY_UNITS // 32,), 16),
+        *((("trace_count", "u32", (12,), 16),) if trace else ()),
+    )
+
+
+def local_layout(contract: Contract, block_m: int) -> Layout:
+    """Local workspace of one rank for tiles of `block_m` rows.
+
+    Everything up to the tiles is sized for the smallest tile, so that all plans of a contract agree on where
+    the counters lie, which stay zero between launches; the tiles hold nothing between launches. ``l1_tiles``,
+    ``l2_tiles``: per pool block and K block, the token rows (128 bytes each) as they lie in shared memory,
+    128B-swizzled, then their scale factors: one bulk copy fills a pipeline stage.
+    """
+    shape = contract.shape
+    blocks = pool_rows(contract, SMALLEST_BLOCK_M) // SMALLEST_BLOCK_M
+    rows = pool_rows(contract, LARGEST_BLOCK_M)
+    return lay_out(
+        ("launch", "u32", (32,)),
+        ("send_count", "u32", (shape.experts,)),
+        ("l1_arrival", "u32", (blocks,)),
+        ("l2_arrival", "u32", (blocks,)),
+        ("l2_finished", "u32", (blocks,)),
+        ("row_source", "u64", (rows,)),
+        ("row_weight", "f32", (rows,)),
+        ("l1_tiles", "u8", (rows // block_m, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),
+        ("l2_tiles", "u8", (rows // block_m, shape.intermediate // SF_BLOCK, token_tile_bytes(block_m))),
+    )
+
+
+# Rules
+
+
+def choose_block_m(contract: Contract, tokens: int) -> tuple[int, str]:
+    """The smallest tile that holds an expert's rows with two standard deviations to spare, or the largest."""
+    likely = likely_rows_per_expert(contract, tokens)
+    expected = f"{rows_per_expert(contract, tokens):.1f} rows per expert expected"
+    for block_m in LADDER[:-1]:
+        if likely <= block_m:
+            return block_m, f"{expected}, {likely:.1f} with two standard deviations: one tile holds them"
+    return LADDER[-1], f"{expected}: the largest tile reuses weights most"
+
+
+def choose_operand_order(block_m: int) -> tuple[OperandOrder, str]:
+    """Tokens on N below 128 rows, where WGMMA's M = 64 would pad; from 128 on, each warpgroup gets 64."""
+    if block_m < 128:
+        return "tokens_on_n", f"WGMMA's N goes in steps of 8, so {block_m} token rows need no padding to 64"
+    return "tokens_on_m", "scales of 2 rows per thread instead of 32 columns; an SF group lies in one warp"
+
+
+def choose_stages(
+    arch: Arch, contract: Contract, order: OperandOrder, block_m: int, pull_bytes: int
+) -> tuple[int, str]:
+    """As many stages as shared memory holds beside the fixed regions, up to MAX_STAGES."""
+    limit = arch.max_shared_bytes_per_block
+    for stages in range(MAX_STAGES, 1, -1):
+        size = cta_smem(contract, order, block_m, stages, pull_bytes).size
+        if size <= limit:
+            return stages, f"{size} of {limit} bytes of shared memory"
+    fixed = cta_smem(contract, order, block_m, 0, pull_bytes).size
+    raise PlanError(
+        f"shared memory: {fixed} bytes of fixed regions leave no room for two stages in {limit} "
+        f"({contract.local_experts} of {contract.shape.experts} experts); spread the experts over more ranks"
+    )
+
+
+def roles_sm90() -> tuple[tuple[Role, ...], str]:
+    """One warpgroup loads, dispatches and combines, two compute."""
+    roles = (
+        Role(
+            "load_tokens", 0, 1, 56, "walks the schedule, waits for rows, fills the token side of the stages"
+        ),
+        Role("load_weights", 1, 1, 56, "fills the weight side of the stages"),
+        Role("dispatch", 2, 1, 56, "waits for all ranks' routes, pulls tokens"),
+        Role("combine", 3, 1, 56, "signals finished tiles, combines tokens that are home"),
+        Role("math", 4, MATH_WARPS, 224, "publishes routes; WGMMA and epilogues; combines the rest"),
+    )
+    return (
+        roles,
+        "setmaxnreg: 128 x 56 + 256 x 224 = 64,512 registers of a 384-thread launch; SwiGLU spills below 216",
+    )
+
+
+def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_m: int | None) -> Sm90Plan:
+    """The plan for `tokens` tokens per rank on `sms` SMs; see `planning.make_plan`."""
+    if block_m is None:
+        block_m, block_reason = choose_block_m(contract, tokens)
+    else:
+        block_reason = "forced"
+    order, order_reason = choose_operand_order(block_m)
+    pull_bytes, pull_reason = choose_pull_bytes(contract, MAX_PULL_BYTES)
+    stages, stage_reason = choose_stages(arch, contract, order, block_m, pull_bytes)
+    columns, columns_reason = choose_combine_columns(contract, sms * (MATH_WARPS + 1), tokens)
+    wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens)
+    roles, role_reason = roles_sm90()
+    plan = Sm90Plan(
+        contract=contract,
+        arch=arch.name,
+        operand_order=order,
+        block_m=block_m,
+        stages=stages,
+        experts_per_wave=wave,
+        pull_bytes=pull_bytes,
+        roles=roles,
+        expected_tokens=tokens,
+        combine_columns=columns,
+        choices=(
+            Choice("block_m", str(block_m), block_reason),
+            Choice("operand_order", order, order_reason),
+            Choice("stages", str(stages), stage_reason),
+            Choice("combine_columns", str(columns), columns_reason),
+            Choice("experts_per_wave", str(wave), wave_reason),
+            Choice("pull_bytes", str(pull_bytes), pull_reason),
+            Choice("roles", " + ".join(f"{r.warps * 32} x {r.registers}" for r in roles), role_reason),
+        ),
+    )
+    plan.validate()
+    return plan

@@ -1,0 +1,317 @@
+"""Whether the emulator finds bugs: runs mutants of the real kernels and reports which of them it catches.
+
+    python scripts/mutants.py --out docs/results/mutants-sm90.json
+
+Mutants fall into three heaps: those that don't compile, those claimed equivalent (with an argument each, in
+``equivalent_mutants.toml``), and the others, which must be caught by a named error of the emulator or a wrong
+result. Reaching a step limit is no catch. The unmutated kernels must pass every run without a report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import json
+import sys
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from cuda.bindings import nvrtc
+
+from megagen.contract import Contract
+from megagen.emulator.cases import Case, expert_weights, judge, run
+from megagen.emulator.layer import EmulatedLayer, Kernel
+from megagen.errors import CompileError, EmulatorError, StepLimit, UnsupportedInstruction
+from megagen.files import write_atomically
+from megagen.planning import KernelPlan, make_plan
+from megagen.render import ENTRY, render
+from megagen.shape import MoEShape
+
+sys.path.insert(0, str(Path(__file__).parent))
+from mutation import Mutant, enumerate_mutants
+
+CLAIMS = Path(__file__).with_name("equivalent_mutants.toml")
+SHAPE = MoEShape(hidden=384, intermediate=256, experts=4, top_k=2)
+RANKS, MAX_TOKENS = 2, 24
+STEPS = 8  # times those of the unmutated kernel: a run that takes longer is stopped
+STAGES = 2  # so few that every ring turns around
+
+NO_BUILD, CAUGHT, EQUIVALENT, SURVIVED = "does not compile", "caught", "claimed equivalent", "survived"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A way to run a kernel.
+
+    Attributes:
+        refuses: a rank whose device count is above its tokens, so that its kernel stops the launch.
+        absent: a rank that does not call, so that the others' waits time out.
+    """
+
+    name: str
+    tokens: tuple[int, int]
+    sms: tuple[int, int]
+    seed: int
+    launches: int = 1
+    routing: str = "uniform"
+    refuses: int | None = None
+    absent: int | None = None
+
+    @property
+    def fails(self) -> bool:
+        return self.refuses is not None or self.absent is not None
+
+
+SCENARIOS = (
+    Scenario("a rank refuses", (5, 4), (1, 1), 3, refuses=1),
+    Scenario("a rank is absent", (5, 4), (1, 1), 5, absent=1),
+    Scenario("a few tokens", (9, 6), (1, 1), 0),
+    Scenario("many rows", (24, 23), (2, 2), 2, routing="first-experts"),
+    Scenario("three launches", (17, 12), (2, 1), 1, launches=3),
+    Scenario("invalid ids", (15, 13), (2, 2), 6, routing="out-of-range"),
+    Scenario("a rank refuses, several SMs", (9, 14), (3, 2), 4, refuses=0),
+    Scenario("repeated ids", (3, 24), (3, 2), 7, launches=2, routing="repeated"),
+    *(Scenario(f"seed {seed}", (24, 11), (2, 3), seed) for seed in range(8, 12)),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel whose mutants are made: a plan, and constants that are rendered with other values."""
+
+    name: str
+    plan: KernelPlan
+    constants: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def source(self) -> str:
+        text = render(self.plan)
+        for name, value in self.constants:
+            before, _, after = text.partition(f"constexpr u32 {name} = ")
+            text = f"{before}constexpr u32 {name} = {value};{after.partition(';')[2]}"
+        return text
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant: its heap, and the error or wrong result that caught it."""
+
+    name: str
+    variant: str
+    kind: str
+    line: int
+    heap: str
+    by: str = ""
+    scenario: str = ""
+    message: str = ""
+
+
+def variants() -> tuple[Variant, ...]:
+    """Tiles with tokens on N and on M; routes published by one SM and by all."""
+    contract = Contract(SHAPE, RANKS, MAX_TOKENS)
+    small, large = (
+        replace(make_plan(contract, tokens=MAX_TOKENS, sms=2, block_m=tile), stages=STAGES, pull_bytes=128)
+        for tile in (16, 128)
+    )
+    return Variant("tokens on N", small), Variant("tokens on M", large, (("LONE_PUBLISHER_ROUTES", 0),))
+
+
+def compile_ptx(source: str) -> str:
+    """PTX without a cubin: a third of the time."""
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"mutant.cu", 0, [], [])
+    options = [b"--gpu-architecture=compute_90a", b"--std=c++17", b"--generate-line-info"]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    try:
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            _, size = nvrtc.nvrtcGetProgramLogSize(program)
+            log = bytearray(size)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CompileError(log.decode(errors="replace"))
+        _, size = nvrtc.nvrtcGetPTXSize(program)
+        ptx = bytearray(size)
+        nvrtc.nvrtcGetPTX(program, ptx)
+        return ptx.rstrip(b"\0").decode()
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+class Bench:
+    """Runs of a variant, and what the unmutated kernel does in them."""
+
+    def __init__(self, variant: Variant, scenarios: Sequence[Scenario] = SCENARIOS) -> None:
+        self.variant, self.scenarios = variant, scenarios
+        self.source = variant.source
+        self._expected: dict[str, list[dict[str, int]]] = {}
+        self._steps: dict[str, int] = {}
+        kernel = self.kernel(self.source)
+        for scenario in scenarios:
+            problem, layer, status = self._run(kernel, scenario, 0)
+            if problem is not None:
+                raise SystemExit(f"the unmutated kernel, {variant.name}, {scenario.name}: {problem}")
+            self._steps[scenario.name] = layer.machine.report().instructions
+            self._expected[scenario.name] = status
+
+    def kernel(self, source: str) -> Kernel:
+        return Kernel(self.variant.plan, source, compile_ptx(source), ENTRY)
+
+    def hunt(self, mutant: Mutant) -> Outcome:
+        """Run the scenarios until one catches the mutant."""
+        outcome = Outcome(mutant.name, self.variant.name, mutant.kind, mutant.line, SURVIVED)
+        try:
+            kernel = self.kernel(mutant.apply(self.source))
+        except CompileError as error:
+            return replace(outcome, heap=NO_BUILD, message=_first_line(str(error)))
+        for scenario in self.scenarios:
+            steps = STEPS * self._steps[scenario.name]
+            try:
+                problem, _, status = self._run(kernel, scenario, steps)
+            except UnsupportedInstruction as error:
+                return replace(outcome, heap=NO_BUILD, message=_first_line(str(error)))
+            except StepLimit:
+                outcome = replace(outcome, message=f"step limit in {scenario.name!r}")
+                continue
+            except EmulatorError as error:
+                by, message = type(error).__name__, str(error)
+                return replace(outcome, heap=CAUGHT, by=by, scenario=scenario.name, message=message[:600])
+            if problem is None and scenario.fails and status != self._expected[scenario.name]:
+                problem = f"status {status} instead of {self._expected[scenario.name]}"
+            if problem is not None:
+                by = "wrong result"
+                return replace(outcome, heap=CAUGHT, by=by, scenario=scenario.name, message=problem[:600])
+        return outcome
+
+    def _run(
+        self, kernel: Kernel, scenario: Scenario, steps: int
+    ) -> tuple[str | None, EmulatedLayer, list[dict[str, int]]]:
+        """What is wrong, the layer, and the ranks' status blocks."""
+        plans = (self.variant.plan,) * RANKS
+        case = Case(
+            plans, scenario.sms, scenario.tokens, scenario.routing, scenario.seed, launches=scenario.launches
+        )
+        layer = EmulatedLayer(
+            case.contract,
+            (kernel,) * RANKS,
+            case.sms,
+            expert_weights(SHAPE),
+            seed=case.seed,
+            max_steps=steps,
+            watchdog=scenario.absent is not None,
+        )
+        if scenario.fails:
+            inputs = [None if rank == scenario.absent else own for rank, own in enumerate(case.inputs())]
+            counts = {} if scenario.refuses is None else {scenario.refuses: MAX_TOKENS + 1}
+            status = layer.call(inputs, device_counts=counts, may_fail=True).status
+            # Which of a rank's SMs reports first is a matter of luck.
+            return None, layer, [{**block, "sm": 0} for block in status]
+        results = run(case, layer)
+        verdict = judge(case, results, 0)
+        return "; ".join(verdict.wrong) or None, layer, results[-1].status
+
+
+def all_mutants(benches: Sequence[Bench]) -> Iterator[tuple[Bench, Mutant]]:
+    """Mutants of all kernels; what two kernels share is taken from the first."""
+    seen = set()
+    for bench in benches:
+        for mutant in enumerate_mutants(bench.source):
+            if (mutant.name, mutant.body) not in seen:
+                seen.add((mutant.name, mutant.body))
+                yield bench, mutant
+
+
+def hunt_everywhere(benches: Sequence[Bench], bench: Bench, mutant: Mutant) -> Outcome:
+    """Hunt a mutant in its kernel, then in the others that have it."""
+    outcome = bench.hunt(mutant)
+    for other in benches:
+        if outcome.heap != SURVIVED or other is bench:
+            continue
+        same = [m for m in enumerate_mutants(other.source) if (m.name, m.body) == (mutant.name, mutant.body)]
+        if same:
+            outcome = other.hunt(same[0])
+    return outcome
+
+
+def read_claims() -> dict[str, str]:
+    """Argument of each mutant claimed equivalent; names are those of ``Mutant``, or patterns of them."""
+    claims = tomllib.loads(CLAIMS.read_text())["claim"]
+    return {name: claim["argument"] for claim in claims for name in claim["mutants"]}
+
+
+def argument_for(name: str, claims: dict[str, str]) -> str | None:
+    """The argument that a mutant is equivalent, if it is claimed."""
+    return next((text for pattern, text in claims.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    """Counts of the heaps, and of what caught the mutants."""
+    heaps = Counter(outcome.heap for outcome in outcomes)
+    others = heaps[CAUGHT] + heaps[SURVIVED]
+    return {
+        "mutants": len(outcomes),
+        **{heap: heaps[heap] for heap in (NO_BUILD, EQUIVALENT, CAUGHT, SURVIVED)},
+        "does not compile, share": round(heaps[NO_BUILD] / max(1, len(outcomes)), 4),
+        "claimed equivalent, share": round(heaps[EQUIVALENT] / max(1, len(outcomes)), 4),
+        "caught of the others, share": round(heaps[CAUGHT] / max(1, others), 4),
+        "caught by": dict(Counter(outcome.by for outcome in outcomes if outcome.by).most_common()),
+    }
+
+
+def markdown(outcomes: Sequence[Outcome], claims: dict[str, str]) -> str:
+    """The tables of a report."""
+    lines = ["# Mutants of the sm90 kernels", "", "| | |", "| --- | ---: |"]
+    for name, value in summary(outcomes).items():
+        if isinstance(value, dict):
+            lines += [f"| caught by {by} | {count} |" for by, count in value.items()]
+        else:
+            lines.append(f"| {name} | {value} |")
+    for heap in (SURVIVED, EQUIVALENT, NO_BUILD):
+        members = [outcome for outcome in outcomes if outcome.heap == heap]
+        if members:
+            lines += ["", f"## {heap.capitalize()}", ""]
+            lines += [f"* `{o.name}`: {argument_for(o.name, claims) or o.message}" for o in members]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="JSON report; a Markdown table goes beside it")
+    parser.add_argument("--only", default="*", help="pattern of names")
+    parser.add_argument("--list", action="store_true", help="print the names and stop")
+    args = parser.parse_args()
+    benches = [Bench(variant) for variant in variants()]
+    chosen = [(b, m) for b, m in all_mutants(benches) if fnmatch.fnmatchcase(m.name, args.only)]
+    if args.list:
+        print("\n".join(f"{bench.variant.name}: {mutant.name}" for bench, mutant in chosen))
+        return
+    claims = read_claims()
+    outcomes: list[Outcome] = []
+    start = time.monotonic()
+    for bench, mutant in chosen:
+        gc.collect()  # machines and their buffers refer to each other, and hold much memory
+        outcome = hunt_everywhere(benches, bench, mutant)
+        claimed = argument_for(mutant.name, claims) is not None
+        if claimed and outcome.heap == SURVIVED:
+            outcome = replace(outcome, heap=EQUIVALENT)
+        elif claimed:
+            print(f"WRONG CLAIM: {mutant.name} is {outcome.heap}", file=sys.stderr)
+        outcomes.append(outcome)
+        place = f"{len(outcomes)}/{len(chosen)} {time.monotonic() - start:6.1f} s"
+        print(place, outcome.heap, mutant.name, outcome.by, outcome.scenario, file=sys.stderr, flush=True)
+    print(json.dumps(summary(outcomes), indent=1))
+    if args.out:
+        record = {"schema_version": 1, "summary": summary(outcomes), "mutants": [asdict(o) for o in outcomes]}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(args.out, json.dumps(record, indent=1).encode())
+        write_atomically(args.out.with_suffix(".md"), markdown(outcomes, claims).encode())
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""
+
+
+if __name__ == "__main__":
+    main()

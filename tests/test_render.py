@@ -1,0 +1,123 @@
+"""The form of the generated sources: what a reader would stumble over, and what nothing uses."""
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from megagen.contract import Contract
+from megagen.files import templates_dir
+from megagen.planning import KernelPlan, make_plan
+from megagen.planning.sm90 import LADDER
+from megagen.render import render, render_quantize
+from megagen.shape import MoEShape
+
+MAX_COLUMNS = 110
+MAX_LINES = 1800  # of a kernel; with a trace up to 60 more
+SHAPES = {
+    "flash8": MoEShape.preset("flash8", 2),
+    "micro": MoEShape.preset("micro", 2),  # hidden % 256 == 128
+    "wide": MoEShape(9216, 1024, 16, 4),  # a token row is pulled in pieces
+    "odd": MoEShape(2432, 1152, 16, 3),
+}
+
+
+def plan_of(shape: str, block_m: int, **contract) -> KernelPlan:
+    return make_plan(Contract(SHAPES[shape], 2, max_tokens=1024, **contract), "sm90", block_m=block_m)
+
+
+def plans() -> dict[str, KernelPlan]:
+    found = {f"{shape}-m{m}": plan_of(shape, m) for shape in SHAPES for m in LADDER}
+    for m in (LADDER[0], LADDER[-1]):
+        found[f"clamp-m{m}"] = plan_of("micro", m, clamp=7.0)
+        found[f"exact-m{m}"] = plan_of("micro", m, activation="exact")
+        found[f"trace-m{m}"] = replace(plan_of("flash8", m), trace=True)
+    found["one-rank"] = make_plan(Contract(SHAPES["micro"], 1, max_tokens=64), "sm90")
+    found["many-ranks"] = make_plan(Contract(MoEShape(7168, 2048, 288, 32), 72, max_tokens=64), "sm90")
+    return found
+
+
+PLANS = plans()
+HELPER = Contract(SHAPES["flash8"], 2, max_tokens=1024)
+SOURCES = [*PLANS, "quantize"]
+
+
+@cache
+def source(name: str) -> str:
+    return render_quantize(HELPER) if name == "quantize" else render(PLANS[name])
+
+
+def code_of(text: str) -> str:
+    """A source without its comments."""
+    return re.sub(r"//.*", "", text)
+
+
+def definitions(text: str) -> list[str]:
+    """Names of the constants, aliases, structs and device functions that a source or a template defines."""
+    patterns = (
+        r"^ *constexpr \w+ (\w+) =",
+        r"^typedef .* (\w+);",
+        r"^using (\w+) =",
+        r"^struct (\w+)",
+        r"^#define (\w+)",
+        r"^ *DEVICE [^(\n]*?([\w{} ]+)\(",
+    )
+    return [name.strip().split()[-1] for pattern in patterns for name in re.findall(pattern, text, re.M)]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_lines_are_short_and_clean(name):
+    text = source(name)
+    for number, line in enumerate(text.splitlines(), 1):
+        assert len(line) <= MAX_COLUMNS, f"line {number}: {line}"
+        assert line == line.rstrip() and "\t" not in line, f"line {number}: {line!r}"
+    assert "\n\n\n" not in text and not re.search(r"\n\n[ }]", text), "a blank line where none belongs"
+    assert text.endswith("}\n")
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_template_syntax_is_left(name):
+    assert not re.search(r"\{\{|\{%|\{#|Undefined|<bound method|<function|\bNone\b", source(name))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_everything_that_is_defined_is_used(name):
+    code = code_of(source(name))
+    names = definitions(code)
+    assert len(names) == len(set(names)) and len(names) > 10
+    unused = [defined for defined in names if len(re.findall(rf"\b{defined}\b", code)) < 2]
+    assert not unused
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_kernel_stays_short(name):
+    lines = source(name).count("\n")
+    assert lines <= MAX_LINES + (60 if PLANS[name].trace else 0)
+
+
+def test_each_definition_of_a_template_is_in_some_kernel():
+    """What no kernel uses is left out of all of them, so it would never be missed."""
+    rendered = {defined for name in SOURCES for defined in definitions(source(name))}
+    for path in templates_dir().rglob("*.j2"):
+        missing = [n for n in definitions(path.read_text()) if n.isidentifier() and n not in rendered]
+        assert not missing, f"{path.name}: used by no kernel: {missing}"
+
+
+def test_only_primitives_hold_inline_assembly():
+    assembly = {path for path in templates_dir().rglob("*.j2") if re.search(r"\basm\b", path.read_text())}
+    assert assembly and {path.parent.name for path in assembly} == {"primitives"}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_header_is_included(name):
+    assert "#include" not in source(name)
+
+
+def test_reasons_are_told_in_full():
+    """However long: they are wrapped, not cut."""
+    plan = PLANS["flash8-m128"]
+    head = source("flash8-m128").split("typedef", 1)[0]
+    words = " ".join(re.sub(r"^// *", "", line) for line in head.splitlines())
+    for choice in plan.choices:
+        assert f"{choice.value}: {choice.reason}" in words
