@@ -1,7 +1,8 @@
 """What all ranks must agree on: the Contract, and the layout of the symmetric buffer that follows from it.
 
-Nothing here depends on a plan. Tiles, stages, schedules and SM counts are local to a rank; everything that a peer reads, writes or
-waits for is described in this file, and ``Contract.hash`` is compared when the ranks meet.
+Nothing here depends on a plan. Tiles, stages, schedules and SM counts are local to a rank; everything that
+a peer reads, writes or waits for is described in this file, and ``Contract.hash`` is compared when the
+ranks meet.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ def lay_out(*entries: tuple[str, str, tuple[int, ...]], alignment: int = REGION_
 class Contract:
     """The cross-rank agreement for one layer shape.
 
-    `max_tokens` is the capacity per rank. `sf_group` is the number of intermediate columns that share one scale factor in
-    ``fp8_block`` (``mxfp8_mxfp4`` has one per 32). `activation` is
-    the form of SiLU (``fast``: ex2/rcp approximations; ``exact``: expf and IEEE division); `clamp` limits gate from above and up on both
-    sides before it, or is None.
+    `max_tokens` is the capacity per rank. `sf_group` is the number of intermediate columns that share one
+    scale factor in ``fp8_block`` (``mxfp8_mxfp4`` has one per 32). `activation` is the form of SiLU
+    (``fast``: ex2/rcp approximations; ``exact``: expf and IEEE division); `clamp` limits gate from above
+    and up on both sides before it, or is None.
     """
 
     shape: MoEShape
@@ -103,11 +104,11 @@ class Contract:
         if not 1 <= self.ranks <= MAX_RANKS:
             raise ShapeError(f"ranks={self.ranks}: a group has 1 to {MAX_RANKS} ranks (one NVLink domain)")
         if self.max_tokens < 1:
-            raise ShapeError(f"max_tokens={self.max_tokens}: the buffer must hold at least one token per rank")
+            raise ShapeError(f"max_tokens={self.max_tokens}: the buffer must hold at least one token")
         if self.max_tokens * self.shape.top_k >= 1 << 31:
             raise ShapeError(
-                f"max_tokens={self.max_tokens} x top_k={self.shape.top_k} does not fit the 31 bits of a token-slot index; "
-                "split the batch into several calls"
+                f"max_tokens={self.max_tokens} x top_k={self.shape.top_k} does not fit the 31 bits of a "
+                "token-slot index; split the batch into several calls"
             )
         if self.format not in FORMATS:
             raise ShapeError(f"format={self.format!r} is none of {', '.join(FORMATS)}")
@@ -128,20 +129,20 @@ class Contract:
 
     @property
     def max_received(self) -> int:
-        """Most token copies a rank can receive in one launch: a token reaches each local expert at most once."""
+        """Most token copies that a rank can receive in a launch: once per token and local expert."""
         return self.ranks * self.max_tokens * min(self.shape.top_k, self.local_experts)
 
     @cached_property
     def symm(self) -> Layout:
         """Symmetric buffer: only what peers touch.
 
-        ``control``: word 0 is the abort word (rank + 1 of who stopped the launch, 0 if none), see `planning.protocol`.
+        ``control``: word 0 is the abort word: rank + 1 of who stopped the launch, 0 if none.
         ``flags[source]``: barrier sequence number, released by that source.
         ``pending[token]``: expert outputs of this rank's token that are not home yet; zero between launches.
         ``x_sf``: float32 per 128 columns, or four packed UE8M0, lowest columns in the lowest byte.
         ``recv_count[launch parity][source][local expert]``: tokens that the source sends to the expert.
-        ``src_index[launch parity][local expert][source][slot]``: low word token * K + k, high word the float32
-        routing weight (duplicates folded).
+        ``src_index[launch parity][local expert][source][slot]``: low word token * K + k, high word the
+        float32 routing weight (duplicates folded).
         ``combine[k][token][H]``: bfloat16 expert outputs, pushed by the experts' ranks.
         """
         s, e, t, r = self.shape, self.local_experts, self.max_tokens, self.ranks
@@ -168,12 +169,15 @@ class Contract:
         values = dict(values)
         version = values.pop("protocol", None)
         if version != PROTOCOL_VERSION:
-            raise ShapeError(f"protocol={version}: this megagen speaks version {PROTOCOL_VERSION}; generate the kernels again")
+            raise ShapeError(
+                f"protocol={version}: this megagen speaks version {PROTOCOL_VERSION}; "
+                "generate the kernels again"
+            )
         return cls(**{**values, "shape": MoEShape(**values["shape"])})
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over the contract and the offsets of the symmetric buffer; equal on all ranks or nothing is launched."""
+        """SHA-256 over the contract and the symmetric buffer's offsets: equal on all ranks or refused."""
         layout = [(r.name, r.offset, r.size) for r in self.symm.regions]
         return hashlib.sha256(json.dumps([self.to_dict(), layout], sort_keys=True).encode()).hexdigest()
 
@@ -182,14 +186,16 @@ class Contract:
 class WeightLayout:
     """How a rank's expert weights lie in memory; depends on shape, format and architecture, not on a plan.
 
-    Hopper ``fp8_block``: per expert, tiles of `block_n` rows x 128 bytes of K, 128B-swizzled (row r keeps its 16-byte chunk c at chunk
-    c XOR (r mod 8)), K blocks of one row tile after each other, so that a pipeline stage is one contiguous run of 32 KiB. Gate and up
-    rows are interleaved by 8. The rows of w2 are padded with zeros to whole tiles. Scale factors: one pair per (tile, K block); w13:
-    (gate, up), w2: (first, second 128 rows).
+    Hopper ``fp8_block``: per expert, tiles of `block_n` rows x 128 bytes of K, 128B-swizzled (row r keeps
+    its 16-byte chunk c at chunk c XOR (r mod 8)), K blocks of one row tile after each other, so that a
+    pipeline stage is one contiguous run of 32 KiB. Gate and up rows are interleaved by 8. The rows of w2
+    are padded with zeros to whole tiles. Scale factors: one pair per (tile, K block); w13: (gate, up), w2:
+    (first, second 128 rows).
 
-    Blackwell ``mxfp8_mxfp4``: row-major packed E2M1, since only a tensor map can unpack it; gate and up interleaved
-    and w2 padded likewise. Scale factors: per tile and K block, for each CTA of a pair its 128 rows' four packed
-    UE8M0, in the order of `planning.sm100.sf_offset`: a pipeline stage is one contiguous run of 512 bytes.
+    Blackwell ``mxfp8_mxfp4``: row-major packed E2M1, since only a tensor map can unpack it; gate and up
+    interleaved and w2 padded likewise. Scale factors: per tile and K block, for each CTA of a pair its 128
+    rows' four packed UE8M0, in the order of `planning.sm100.sf_offset`: a pipeline stage is one contiguous
+    run of 512 bytes.
     """
 
     shape: MoEShape
@@ -209,7 +215,7 @@ class WeightLayout:
 
     @cached_property
     def regions(self) -> Layout:
-        """``w13``, ``w13_sf``, ``w2``, ``w2_sf``; each is its own tensor in practice, the offsets are not used."""
+        """``w13``, ``w13_sf``, ``w2``, ``w2_sf``; each is a tensor of its own: offsets are not used."""
         h, i = self.shape.hidden // SF_BLOCK, self.shape.intermediate // SF_BLOCK
         e, n = self.local_experts, self.block_n
         if self.format == "mxfp8_mxfp4":

@@ -1,7 +1,7 @@
 """Every exception that megagen raises, in one tree.
 
-A message names the argument, its value, the limit it breaks and the way out. Classes that also derive from a built-in (``ValueError``,
-``TimeoutError``) can be caught by callers who don't know megagen.
+A message names the argument, its value, the limit it breaks and the way out. Classes that also derive from a
+built-in (``ValueError``, ``TimeoutError``) can be caught by callers who don't know megagen.
 """
 
 

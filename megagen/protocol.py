@@ -1,4 +1,4 @@
-"""Words that the kernel and the host share: kernel parameters, status block, roles and the things that a wait awaits.
+"""Words that the kernel and the host share: parameters, status block, roles and what a wait awaits.
 
 Rendered into the source as constants and structs, and read by the runtime, so that each exists once.
 """
@@ -20,7 +20,8 @@ class RoleId(IntEnum):
 
 
 class Awaited(IntEnum):
-    """What a wait awaits; `peer` of the record is a rank for the barriers, and a pool block or a pipeline stage for the others."""
+    """What a wait awaits; `peer` of the record is what `AWAITED_TEXT` says: a rank, a token, a pool block, a
+    pipeline stage or a slot."""
 
     RANK_BEFORE_PULL = 1
     OUTPUTS_OF_TOKEN = 2
@@ -102,7 +103,7 @@ STATUS_FIELDS = (
 
 def params_fields(ranks: int, trace: bool = False) -> tuple[Field, ...]:
     """The kernel's one parameter, a struct."""
-    traced = (Field("trace", "u64", "trace records, [SMs][warps][TRACE_CAPACITY] of u32 {ns, SM clock, state, argument}"),)
+    records = "trace records, [SMs][warps][TRACE_CAPACITY] of u32 {ns, SM clock, state, argument}"
     return (
         Field("symm", "u64", "this rank's symmetric buffer"),
         Field("local", "u64", "this rank's local workspace"),
@@ -114,7 +115,7 @@ def params_fields(ranks: int, trace: bool = False) -> tuple[Field, ...]:
         Field("num_tokens_ptr", "u64", "device u32 with the token count, or 0 to use num_tokens"),
         Field("status", "u64", "status block, pinned host memory"),
         Field("timeout_ns", "u64", "limit of every wait"),
-        *(traced if trace else ()),
+        *((Field("trace", "u64", records),) if trace else ()),
         Field("num_tokens", "u32", "tokens of this rank (an upper bound if num_tokens_ptr is set)"),
         Field("rank", "u32", "this rank"),
         Field("offsets", "i64", "symmetric buffer of rank r minus this rank's, bytes", ranks),
@@ -122,7 +123,8 @@ def params_fields(ranks: int, trace: bool = False) -> tuple[Field, ...]:
 
 
 def struct_offsets(fields: tuple[Field, ...]) -> tuple[dict[str, int], int]:
-    """Byte offset of each field and the struct's size, by the C rules (natural alignment; 64 bytes for tensor maps)."""
+    """Byte offset of each field and the struct's size, by the C rules (natural alignment; 64 bytes for tensor
+    maps)."""
     offsets, position, widest = {}, 0, 1
     for field in fields:
         alignment = 64 if field.ctype == "TensorMap" else CTYPE_BYTES[field.ctype]

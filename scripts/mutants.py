@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from cuda.bindings import nvrtc
 
 from megagen.contract import Contract
@@ -29,6 +30,7 @@ from megagen.emulator.layer import EmulatedLayer, Kernel
 from megagen.errors import CompileError, EmulatorError, StepLimit, UnsupportedInstruction
 from megagen.files import write_atomically
 from megagen.planning import KernelPlan, make_plan
+from megagen.protocol import STATUS_FIELDS
 from megagen.render import ENTRY, render
 from megagen.shape import MoEShape
 
@@ -36,12 +38,34 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mutation import Mutant, enumerate_mutants
 
 CLAIMS = Path(__file__).with_name("equivalent_mutants.toml")
-SHAPE = MoEShape(hidden=384, intermediate=256, experts=4, top_k=2)
-RANKS, MAX_TOKENS = 2, 24
+SHAPE = MoEShape(hidden=384, intermediate=256, experts=4, top_k=4)
+RANKS, MAX_TOKENS = 2, 72
+WITH_CODE = [f.name for f in STATUS_FIELDS if f.name not in ("aborted_by", "dropped_ids")]
+"""Fields of a status block that are written before its code, and the code."""
+
 STEPS = 8  # times those of the unmutated kernel: a run that takes longer is stopped
 STAGES = 2  # so few that every ring turns around
 
 NO_BUILD, CAUGHT, EQUIVALENT, SURVIVED = "does not compile", "caught", "claimed equivalent", "survived"
+
+
+BYSTANDERS = r"""
+// What a host does with a status block: it waits for the code, then reads the rest.
+extern "C" __global__ void read_status(const unsigned* status, unsigned* copy, unsigned words) {
+    unsigned code;
+    do {
+        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(code) : "l"(status) : "memory");
+    } while (code == 0);
+    for (unsigned i = 0; i < words; ++i) copy[i] = status[i];
+}
+
+// What a peer does that fails in the middle of a launch.
+extern "C" __global__ void abort_launch(unsigned* first, unsigned* second, unsigned delay, unsigned who) {
+    for (unsigned i = 0; i < delay; ++i) asm volatile("" ::: "memory");
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(first), "r"(who) : "memory");
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(second), "r"(who) : "memory");
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,7 @@ class Scenario:
     Attributes:
         refuses: a rank whose device count is above its tokens, so that its kernel stops the launch.
         absent: a rank that does not call, so that the others' waits time out.
+        aborted_after: steps after which a peer outside stops the launch.
     """
 
     name: str
@@ -61,20 +86,28 @@ class Scenario:
     routing: str = "uniform"
     refuses: int | None = None
     absent: int | None = None
+    aborted_after: int | None = None
+
+    @property
+    def reporter(self) -> int | None:
+        """The rank whose status block tells of a failure."""
+        return self.refuses if self.absent is None else 1 - self.absent
 
     @property
     def fails(self) -> bool:
-        return self.refuses is not None or self.absent is not None
+        return self.reporter is not None or self.aborted_after is not None
 
 
+ABORTS = (300, 3000, 5000, 8000)
 SCENARIOS = (
     Scenario("a rank refuses", (5, 4), (1, 1), 3, refuses=1),
     Scenario("a rank is absent", (5, 4), (1, 1), 5, absent=1),
     Scenario("a few tokens", (9, 6), (1, 1), 0),
     Scenario("many rows", (24, 23), (2, 2), 2, routing="first-experts"),
     Scenario("three launches", (17, 12), (2, 1), 1, launches=3),
-    Scenario("invalid ids", (15, 13), (2, 2), 6, routing="out-of-range"),
+    Scenario("many routes", (70, 66), (2, 2), 6, routing="out-of-range"),
     Scenario("a rank refuses, several SMs", (9, 14), (3, 2), 4, refuses=0),
+    *(Scenario(f"aborted after {n} steps", (9, 14), (2, 2), n, aborted_after=n) for n in ABORTS),
     Scenario("repeated ids", (3, 24), (3, 2), 7, launches=2, routing="repeated"),
     *(Scenario(f"seed {seed}", (24, 11), (2, 3), seed) for seed in range(8, 12)),
 )
@@ -82,19 +115,10 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel whose mutants are made: a plan, and constants that are rendered with other values."""
+    """A kernel whose mutants are made."""
 
     name: str
     plan: KernelPlan
-    constants: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def source(self) -> str:
-        text = render(self.plan)
-        for name, value in self.constants:
-            before, _, after = text.partition(f"constexpr u32 {name} = ")
-            text = f"{before}constexpr u32 {name} = {value};{after.partition(';')[2]}"
-        return text
 
 
 @dataclass(frozen=True)
@@ -115,10 +139,15 @@ def variants() -> tuple[Variant, ...]:
     """Tiles with tokens on N and on M; routes published by one SM and by all."""
     contract = Contract(SHAPE, RANKS, MAX_TOKENS)
     small, large = (
-        replace(make_plan(contract, tokens=MAX_TOKENS, sms=2, block_m=tile), stages=STAGES, pull_bytes=128)
-        for tile in (16, 128)
+        replace(
+            make_plan(contract, tokens=MAX_TOKENS, sms=2, block_m=tile),
+            stages=STAGES,
+            pull_bytes=128,
+            lone_publisher_routes=routes,
+        )
+        for tile, routes in ((16, 1024), (128, 0))
     )
-    return Variant("tokens on N", small), Variant("tokens on M", large, (("LONE_PUBLISHER_ROUTES", 0),))
+    return Variant("tokens on N", small), Variant("tokens on M", large)
 
 
 def compile_ptx(source: str) -> str:
@@ -145,9 +174,10 @@ class Bench:
 
     def __init__(self, variant: Variant, scenarios: Sequence[Scenario] = SCENARIOS) -> None:
         self.variant, self.scenarios = variant, scenarios
-        self.source = variant.source
+        self.source = render(variant.plan)
         self._expected: dict[str, list[dict[str, int]]] = {}
         self._steps: dict[str, int] = {}
+        self._bystanders = compile_ptx(BYSTANDERS)
         kernel = self.kernel(self.source)
         for scenario in scenarios:
             problem, layer, status = self._run(kernel, scenario, 0)
@@ -178,7 +208,7 @@ class Bench:
             except EmulatorError as error:
                 by, message = type(error).__name__, str(error)
                 return replace(outcome, heap=CAUGHT, by=by, scenario=scenario.name, message=message[:600])
-            if problem is None and scenario.fails and status != self._expected[scenario.name]:
+            if problem is None and status != self._expected[scenario.name]:
                 problem = f"status {status} instead of {self._expected[scenario.name]}"
             if problem is not None:
                 by = "wrong result"
@@ -189,28 +219,54 @@ class Bench:
         self, kernel: Kernel, scenario: Scenario, steps: int
     ) -> tuple[str | None, EmulatedLayer, list[dict[str, int]]]:
         """What is wrong, the layer, and the ranks' status blocks."""
-        plans = (self.variant.plan,) * RANKS
         case = Case(
-            plans, scenario.sms, scenario.tokens, scenario.routing, scenario.seed, launches=scenario.launches
+            (self.variant.plan,) * RANKS,
+            scenario.sms,
+            scenario.tokens,
+            scenario.routing,
+            scenario.seed,
+            launches=scenario.launches,
         )
         layer = EmulatedLayer(
             case.contract,
             (kernel,) * RANKS,
             case.sms,
             expert_weights(SHAPE),
+            bystanders=int(scenario.fails),
             seed=case.seed,
             max_steps=steps,
-            watchdog=scenario.absent is not None,
+            watchdog=scenario.absent is not None or scenario.aborted_after is not None,
         )
         if scenario.fails:
-            inputs = [None if rank == scenario.absent else own for rank, own in enumerate(case.inputs())]
-            counts = {} if scenario.refuses is None else {scenario.refuses: MAX_TOKENS + 1}
-            status = layer.call(inputs, device_counts=counts, may_fail=True).status
-            # Which of a rank's SMs reports first is a matter of luck.
-            return None, layer, [{**block, "sm": 0} for block in status]
+            return self._run_to_fail(case, layer, scenario)
         results = run(case, layer)
         verdict = judge(case, results, 0)
         return "; ".join(verdict.wrong) or None, layer, results[-1].status
+
+    def _run_to_fail(
+        self, case: Case, layer: EmulatedLayer, scenario: Scenario
+    ) -> tuple[str | None, EmulatedLayer, list[dict[str, int]]]:
+        machine = layer.machine
+        module = machine.load(self._bystanders, BYSTANDERS)
+        copy = machine.alloc(RANKS, len(WITH_CODE), np.uint32)
+        if scenario.reporter is not None:
+            arguments = [[layer.status[scenario.reporter], copy, len(WITH_CODE)]]
+            machine.launch(module, "read_status", 1, 1, args=arguments, ranks=[RANKS])
+        else:
+            assert scenario.aborted_after is not None
+            controls = [buffer.ptr + case.contract.symm["control"].offset for buffer in layer.symm]
+            arguments = [[*controls, scenario.aborted_after, RANKS + 1]]
+            machine.launch(module, "abort_launch", 1, 1, args=arguments, ranks=[RANKS])
+        inputs = [None if rank == scenario.absent else own for rank, own in enumerate(case.inputs())]
+        counts = {} if scenario.refuses is None else {scenario.refuses: MAX_TOKENS + 1}
+        status = layer.call(inputs, device_counts=counts, may_fail=True).status
+        if scenario.reporter is None:
+            return None, layer, []  # how far the ranks came, and so what they report, is a matter of luck
+        reported = status[scenario.reporter]
+        seen = zip(WITH_CODE, copy.view.tolist())
+        differ = [name for name, value in seen if value != reported[name]]
+        # Which of a rank's SMs reports first is a matter of luck.
+        return f"the host saw other {differ}" if differ else None, layer, [{**s, "sm": 0} for s in status]
 
 
 def all_mutants(benches: Sequence[Bench]) -> Iterator[tuple[Bench, Mutant]]:

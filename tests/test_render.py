@@ -3,9 +3,11 @@
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from megagen.build import stale_files
 from megagen.contract import Contract
 from megagen.files import templates_dir
 from megagen.planning import KernelPlan, make_plan
@@ -121,3 +123,8 @@ def test_reasons_are_told_in_full():
     words = " ".join(re.sub(r"^// *", "", line) for line in head.splitlines())
     for choice in plan.choices:
         assert f"{choice.value}: {choice.reason}" in words
+
+
+def test_committed_kernels_are_fresh():
+    stale = stale_files(Path(__file__).parent.parent / "generated")
+    assert not stale, f"run scripts/generate.sh: {stale}"

@@ -1,5 +1,5 @@
 """Runs the PTX of kernels on the CPU, with their asynchrony; finds what would hang, race or read garbage."""
 
-from megagen.emulator.machine import Buffer, Machine, Module, Report, supported_forms
+from megagen.emulator.machine import Buffer, Machine, Module, Report, Wait, supported_forms
 
-__all__ = ["Buffer", "Machine", "Module", "Report", "supported_forms"]
+__all__ = ["Buffer", "Machine", "Module", "Report", "Wait", "supported_forms"]

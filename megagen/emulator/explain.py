@@ -22,7 +22,7 @@ _RANK = re.compile(r"rank (\d+) SM \d+")
 _WARP = re.compile(r"(\bwarp )(\d+)\b(?! of)")
 _MBARRIER = re.compile(r"mbarrier at shared address 0x([0-9a-f]+)")
 _BUFFER = re.compile(r"(buffer \d+ of rank \d+) \([^)]*\) \+ (\d+)")
-_PTX_LINE = re.compile(r"PTX line (\d+) (`[^`]*`) \([^\n]*?;\)(?=\W|$)|PTX line (\d+)()")
+_PTX_LINE = re.compile(r"PTX line (\d+)(?: `[^`]*` \(\S+?:(\d+): )?")
 _LOC = re.compile(
     r"^\s*\.loc\s+\d+ (\d+) (\d+)(?:, function_name (\S+?)(?: ?\+ ?\d+)?, inlined_at \d+ (\d+) (\d+))?"
 )
@@ -52,7 +52,7 @@ def _explain_line(line: str, words: Words) -> str:
     line = _WARP.sub(lambda m: f"{m[0]} ({_role(plan, int(m[2]))})", line)
     line = _MBARRIER.sub(lambda m: f"mbarrier {_shared_name(plan, int(m[1], 16))}", line)
     line = _BUFFER.sub(lambda m: _buffer_name(m[1], int(m[2]), words.buffers), line)
-    return _PTX_LINE.sub(lambda m: _place(m, source, ptx), line)
+    return _places(line, source.splitlines(), ptx)
 
 
 def _role(plan: KernelPlan, warp: int) -> str:
@@ -90,16 +90,25 @@ def _indices(region: Region, offset: int) -> list[int]:
     return indices[::-1]
 
 
-def _place(found: re.Match[str], source: str, ptx: str) -> str:
-    """Where a PTX line comes from: from the role's line down to the primitive's."""
-    number = int(found[1] or found[3])
+def _places(line: str, source: list[str], ptx: str) -> str:
+    """Each PTX line with what is quoted of it becomes the calls that led there, and a line of the outer one."""
+    text, rest = "", line
+    while found := _PTX_LINE.search(rest):
+        quoted = f"{source[int(found[2]) - 1].strip()})" if found[2] else ""
+        end = found.end() + len(quoted) if rest.startswith(quoted, found.end()) else found.end()
+        text += rest[: found.start()] + (_place(int(found[1]), source, ptx) or rest[found.start() : end])
+        rest = rest[end:]
+    return text + rest
+
+
+def _place(number: int, source: list[str], ptx: str) -> str:
+    """Where a PTX line comes from, the innermost function first; empty if it has no line information."""
     chain = _call_chain(ptx, number)
     if not chain:
-        return found[0]
-    lines = source.splitlines()
-    steps = [f"{name} line {line}" for name, line in chain]
-    own = next((line for name, line in chain if "asm" not in _near(lines, line)), chain[0][1])
-    return f"{' < '.join(steps)}: `{lines[own - 1].strip()}`"
+        return ""
+    steps = " < ".join(f"{name} line {line}" for name, line in chain)
+    own = next((line for _, line in chain if "asm" not in _near(source, line)), chain[0][1])
+    return f"{steps}: `{source[own - 1].strip()}`"
 
 
 def _near(lines: list[str], line: int) -> str:
@@ -130,12 +139,15 @@ def _locations(ptx: str) -> _Locations:
 
 
 def _unmangled(name: str) -> str:
-    """The last component of an Itanium-mangled function name."""
-    parts = []
-    for found in re.finditer(r"(?<![A-Za-z_])(\d+)(?=[A-Za-z_])|(?<=_Z)(\d+)|(?<=_ZN)(\d+)", name):
-        length = int(next(filter(None, found.groups())))
-        parts.append(name[found.end() : found.end() + length])
-    return parts[-1] if parts else name
+    """A function's name without its scope and its types, from the Itanium mangling."""
+    rest, last = name.removeprefix("_Z").removeprefix("N").lstrip("K"), name
+    while found := re.match(r"(\d+)", rest):
+        last = rest[found.end() : found.end() + int(found[1])]
+        rest = rest[found.end() + int(found[1]) :]
+        if not name.startswith("_ZN"):
+            break
+        rest = re.sub(r"^I(?:L\w\d+E)+E", "", rest)  # template arguments that are numbers
+    return last
 
 
 def _call_chain(ptx: str, number: int) -> list[tuple[str, int]]:

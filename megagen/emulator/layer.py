@@ -300,7 +300,7 @@ class EmulatedLayer:
         try:
             report = self.machine.run()
         except EmulatorError as error:
-            raise type(error)(explain(str(error), self._words())) from error
+            raise type(error)(explain(str(error), self._words())) from None
         self._launches += len(queued)
         status, leftovers = [self._status_of(rank) for rank in self._ranks], self._leftovers()
         return [

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,9 +46,14 @@ _ERRORS: tuple[type[EmulatorError], ...] = (
     UnsupportedInstruction,
     StepLimit,
 )
+_WAITS = (
+    "ready", "exited", "converge", "warp", "barrier", "cluster", "mbarrier", "async", "registers", "time",
+    "poll", "grid",
+)  # fmt: skip
 _PROXY = {"off": 0, "report": 1, "error": 2}
 
-Argument = "int | float | bytes | Buffer | TensorMap"
+_STEPS_PER_CALL = 4000
+
 Dimensions = int | Sequence[int]
 
 
@@ -77,6 +82,30 @@ class Report:
     violations: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One wait of some lanes of a warp.
+
+    Attributes:
+        rank, sm, slot, warp: who; ``slot`` numbers the places for CTAs of the whole machine.
+        lanes: mask of the lanes that waited.
+        kind: what for: "converge", "warp", "barrier", "cluster", "mbarrier", "async", "registers", "time",
+            "poll" or "grid".
+        line: PTX line of the waiting instruction; ``Module.describe`` gives its source line.
+        begin, end: scheduler steps.
+    """
+
+    rank: int
+    sm: int
+    slot: int
+    warp: int
+    lanes: int
+    kind: str
+    line: int
+    begin: int
+    end: int
+
+
 class Buffer:
     """Global memory of one rank, guarded on both sides.
 
@@ -94,8 +123,9 @@ class Buffer:
         self._must_be_defined = False
 
     def _bytes(self, address: int) -> NDArray[np.uint8]:
-        view = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), (self.nbytes,))
-        return view[: self.nbytes]
+        memory = (ctypes.c_uint8 * self.nbytes).from_address(address)
+        setattr(memory, "machine", self._machine)  # noqa: B010 (a view keeps the machine and its memory alive)
+        return np.ctypeslib.as_array(memory)
 
     @property
     def array(self) -> NDArray[Any]:
@@ -157,6 +187,12 @@ class Module:
         rows = (line.split() for line in text.decode().splitlines())
         return [_Parameter(int(offset), int(nbytes), type_) for offset, nbytes, type_ in rows]
 
+    def describe(self, line: int) -> tuple[str, str]:
+        """Source place ("kernel.cu:123") and text of what is at a PTX line, empty if nothing is."""
+        text = native.library().emulator_describe(self._handle, line).decode(errors="replace")
+        place, _, instruction = text.partition("\t")
+        return place, instruction
+
     def forms(self) -> list[str]:
         """The decoder's rows that this module's instructions use, as their patterns."""
         return native.library().emulator_module_forms(self._handle).decode().splitlines()
@@ -177,6 +213,7 @@ class Machine:
             kernels don't mind.
         watchdog: let virtual time pass in waits that look at a clock, so that a kernel's own watchdog fires,
             instead of reporting a Deadlock at once.
+        timeline: record every wait, for ``timeline()``.
     """
 
     def __init__(
@@ -191,6 +228,7 @@ class Machine:
         proxy: Literal["error", "report", "off"] = "error",
         collectives_order: bool = False,
         watchdog: bool = False,
+        timeline: bool = False,
     ) -> None:
         self.arch = ARCHS[arch] if isinstance(arch, str) else arch
         self.ranks, self.sms = ranks, sms
@@ -198,6 +236,7 @@ class Machine:
             raise InputError(f"proxy={proxy!r} must be one of {', '.join(_PROXY)}")
         self._lib = native.library()
         self._buffers: list[Buffer] = []
+        self._failed = False
         options = native.Options(
             ranks=ranks,
             sms=sms,
@@ -206,6 +245,7 @@ class Machine:
             races=races,
             collectives_order=collectives_order,
             watchdog=watchdog,
+            timeline=timeline,
             proxy=_PROXY[proxy],
             compute_capability=10 * self.arch.compute_capability[0] + self.arch.compute_capability[1],
             shared_per_sm=233472,
@@ -301,18 +341,43 @@ class Machine:
             if status >= 0:
                 self._raise()
 
-    def run(self) -> Report:
+    def run(self, progress: Callable[[Report], None] | None = None) -> Report:
         """Run everything that was launched to its end.
+
+        Args:
+            progress: called now and then with the counts so far.
 
         Raises:
             EmulatorError: one of its subclasses says what went wrong; the machine can't be used any more.
         """
-        if self._lib.emulator_run(self._handle) >= 0:
-            self._raise()
+        if self._failed:
+            raise EmulatorError("this machine has failed in an earlier run; make a new one")
+        self._failed = True  # until it has succeeded: an interrupted run can't go on either
+        finished = ctypes.c_int32(0)
+        while not finished.value:  # in pieces, so that Ctrl-C gets through
+            if self._lib.emulator_run(self._handle, _STEPS_PER_CALL, ctypes.byref(finished)) >= 0:
+                self._raise()
+            if progress:
+                progress(self.report())
+        self._failed = False
         for buffer in self._buffers:
             if buffer._must_be_defined:
                 buffer._check_defined()
         return self.report()
+
+    def timeline(self) -> list[Wait]:
+        """Every wait that has ended, if the machine was made with ``timeline=True``."""
+        records = ctypes.POINTER(native.TimelineRecord)()
+        count = self._lib.emulator_timeline(self._handle, ctypes.byref(records))
+        return [
+            Wait(r.rank, r.sm, r.slot, r.warp, r.lanes, _WAITS[r.wait], r.line, r.begin, r.end)
+            for r in records[:count]
+        ]
+
+    @property
+    def ticks(self) -> int:
+        """Scheduler steps so far: the time base of ``timeline``."""
+        return self._lib.emulator_ticks(self._handle)
 
     def report(self) -> Report:
         """Counts so far, also after an error."""

@@ -109,6 +109,19 @@ def shared_object() -> Path:
     return target
 
 
+class TimelineRecord(ctypes.Structure):
+    """``TimelineEvent`` of machine.hpp."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_uint32)
+            for name in ("rank", "sm", "slot", "warp", "lanes", "wait", "line", "grid")
+        ),
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+    ]
+
+
 class Options(ctypes.Structure):
     """``emulator_options`` of api.cpp."""
 
@@ -120,6 +133,7 @@ class Options(ctypes.Structure):
         ("races", ctypes.c_int32),
         ("collectives_order", ctypes.c_int32),
         ("watchdog", ctypes.c_int32),
+        ("timeline", ctypes.c_int32),
         ("proxy", ctypes.c_int32),
         ("compute_capability", ctypes.c_int32),
         ("shared_per_sm", ctypes.c_uint32),
@@ -158,8 +172,11 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
             _i32,
         ),
     ),
-    "emulator_run": (_i32, (_pointer,)),
+    "emulator_run": (_i32, (_pointer, _u64, ctypes.POINTER(_i32))),
     "emulator_counters": (None, (_pointer, _pointer)),
+    "emulator_timeline": (_u64, (_pointer, ctypes.POINTER(ctypes.POINTER(TimelineRecord)))),
+    "emulator_ticks": (_u64, (_pointer,)),
+    "emulator_describe": (_text, (_pointer, ctypes.c_uint32)),
     "emulator_output": (_text, (_pointer,)),
     "emulator_reports": (_text, (_pointer,)),
     "emulator_last_writer": (_text, (_pointer, _pointer, _u64)),

@@ -58,7 +58,7 @@ def smem_layout(*entries: tuple[str, str, tuple[int, ...], int]) -> Layout:
     return Layout(tuple(regions), align_up(offset, 16))
 
 
-# Regions that are zero before the first launch, and that every launch leaves zero (but for the launch number).
+# Regions that are zero before the first launch, and that a launch leaves zero (but for the launch number).
 ZEROED_SYMMETRIC = ("control", "flags", "pending")
 ZEROED_LOCAL = ("launch", "send_count", "l1_arrival", "l2_arrival", "l2_finished")
 

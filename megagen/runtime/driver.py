@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -98,9 +100,17 @@ def _index_of(device: torch.device | str | int) -> int:
     return torch.cuda.current_device() if chosen.index is None else chosen.index
 
 
-def make_current(gpu: Gpu) -> None:
-    """Make the GPU's context, the one that torch uses, current in this thread."""
+@contextmanager
+def current(gpu: Gpu) -> Iterator[None]:
+    """The GPU's context, the one that torch uses, is current in this thread; afterwards again what was before,
+    if anything, since torch's current device follows it."""
+    before = call("cuCtxGetCurrent")
     call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", gpu.index)))
+    try:
+        yield
+    finally:
+        if int(before):
+            call("cuCtxSetCurrent", before)
 
 
 def private_stream(gpu: Gpu, index: int) -> torch.cuda.Stream:
@@ -114,8 +124,7 @@ def private_stream(gpu: Gpu, index: int) -> torch.cuda.Stream:
 
 @cache
 def _stream_batch(gpu: Gpu, batch: int) -> tuple[torch.cuda.Stream, ...]:
-    with torch.cuda.device(gpu.index):
-        make_current(gpu)
+    with current(gpu):
         flag = bindings().CUstream_flags.CU_STREAM_NON_BLOCKING
         handles = [int(call("cuStreamCreate", int(flag))) for _ in range(_STREAM_BATCH)]
     return tuple(torch.cuda.ExternalStream(handle, device=gpu.device) for handle in handles)
@@ -141,13 +150,14 @@ def load_kernel(kernel: CompiledKernel, gpu: Gpu, *, threads: int, shared_bytes:
 
 @cache
 def _load(cubin: bytes, entry: str, name: str, gpu: Gpu, threads: int, shared_bytes: int) -> Any:
-    make_current(gpu)
-    function = call("cuModuleGetFunction", call("cuModuleLoadData", cubin), entry.encode())
-    # With lazy loading the first launch would load the code, which may wait for kernels that wait for it.
-    call("cuFuncLoad", function)
-    attribute = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    call("cuFuncSetAttribute", function, attribute, shared_bytes)
-    if call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared_bytes) < 1:
+    with current(gpu):
+        function = call("cuModuleGetFunction", call("cuModuleLoadData", cubin), entry.encode())
+        # With lazy loading the first launch would load the code, which may wait for kernels that wait for it.
+        call("cuFuncLoad", function)
+        attribute = bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        call("cuFuncSetAttribute", function, attribute, shared_bytes)
+        ctas = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function, threads, shared_bytes)
+    if ctas < 1:
         raise DeviceError(
             f"{name}: no CTA of {threads} threads with {shared_bytes} bytes of shared memory fits on an SM "
             f"of {gpu.name}"

@@ -82,7 +82,8 @@ def _planned(contract: Contract, arch: Arch, sms: int, plan: KernelPlan | None) 
 
 
 def _compile(plans: PlanSet, contract: Contract, arch: Arch) -> KernelBundle:
-    from megagen.cache import default_cache, recipe_of  # here, since kernels built ahead of time need none of it
+    # Here, since kernels built ahead of time need none of it.
+    from megagen.cache import default_cache, recipe_of
     from megagen.render import render, render_quantize
 
     cache = default_cache()

@@ -14,7 +14,7 @@ from megagen.compiler import CompiledKernel
 from megagen.errors import DeviceError
 from megagen.planning import KernelPlan
 from megagen.protocol import TRACE_CAPACITY, Field, params_fields
-from megagen.runtime.driver import Gpu, bindings, expect_success, load_kernel, make_current
+from megagen.runtime.driver import Gpu, bindings, current, expect_success, load_kernel
 from megagen.runtime.params import ParamStruct
 from megagen.runtime.symmetric import SymmBuffer
 
@@ -58,8 +58,7 @@ class Launcher:
         """Where this thread uses another GPU, or none yet, launch again with this GPU's context."""
         errors = bindings().CUresult
         if status in (errors.CUDA_ERROR_INVALID_CONTEXT, errors.CUDA_ERROR_INVALID_HANDLE):
-            with torch.cuda.device(self._gpu.index):
-                make_current(self._gpu)
+            with current(self._gpu):
                 (status,) = self._launch(self.config, self._function, self.params.pointers, 0)
             if not status:
                 return

@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 _SLOT = re.compile(r"\([^)]*\)|\{[^}]*\}")
 _MODIFIER = re.compile(r"\.\w+(?:::\w+)*")
 _INSTRUCTION = re.compile(r"(?<![\w.%$])([a-z]\w*(?:\.\w+(?:::\w+)*)*)(?=[\s;])")
-_BARE = {"exit", "trap", "brkpt", "ret", "call", "bra"}  # instructions that need no modifier
+_BARE = {"exit", "trap", "brkpt", "pmevent", "ret", "call", "bra"}  # instructions that need no modifier
 
 
 def spellings(text: str) -> set[str]:
@@ -43,7 +43,7 @@ def _rows() -> dict[str, list[tuple[str, list[tuple[list[str], bool]]]]]:
 
 @cache
 def row_of(spelling: str) -> str | None:
-    """The pattern of the first row that takes an instruction, as in the decoder."""
+    """The pattern of the first row that takes an instruction whose modifiers have the ISA's order."""
     opcode, modifiers = spelling.split(".")[0], _MODIFIER.findall(spelling)
     return next((p for p, slots in _rows().get(opcode, []) if _matches(slots, modifiers)), None)
 
@@ -57,7 +57,7 @@ def of_unit_tests() -> set[str]:
 
 
 def of_cases(groups: dict[str, Callable[[], list[Case]]]) -> set[str]:
-    """Of hardware cases, as their sources write them: in strings, where lines end with a backslash and an n."""
+    """Of hardware cases, as their sources write them: in strings, which spell line ends as \\n."""
     sources = [case.source.replace("\\n", " ") for build in groups.values() for case in build()]
     return set().union(*map(spellings, sources))
 

@@ -326,7 +326,9 @@ def _tensor_kernel(dims: int, swizzled: bool = False) -> str:
         wait(&full, 0);
         for (u32 i = t; i < bytes / 4; i += 32) image[i] = ((u32*)box)[i];
         __syncwarp();
-        if (t == 0) {
+        bool inside = true;
+        for (int d = 0; d < DIMS; d++) inside = inside && at[d] >= 0;  // a store can't begin before the tensor
+        if (t == 0 && inside) {
             asm volatile("cp.async.bulk.tensor.DIMSd.global.shared::cta.tile.bulk_group [%0, {STORE}], [%1];" :: "l"(&to), "r"(shared(box)), VALUES : "memory");
             commit(); wait_all();
         }
@@ -379,7 +381,8 @@ def test_tensor_copies_with_tail_boxes(dims: int, corner: str) -> None:
         place = tuple(s + i for s, i in zip(start, index))
         if all(0 <= p < n for p, n in zip(place, shape)):
             expected[index] = tensor[place]
-            written[place] = tensor[place]
+            if min(start) >= 0:
+                written[place] = tensor[place]
     assert (buffers[3].view == expected.reshape(-1)).all()
     assert (buffers[1].view == written).all()
 
@@ -406,6 +409,37 @@ def test_tensor_reductions_and_prefetch() -> None:
     for row in range(3):
         expected[row + 1, 4:12] = np.maximum(7, np.arange(8) + 8 * row)
     assert (out == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "offset", "message"),
+    [
+        ((2, 0), 0, r"coordinates\[0\] = 2: the box must begin at a multiple of 16 bytes"),
+        ((0, -1), 0, r"a store or reduction can't begin before the tensor"),
+        ((0, 0), 64, r"shared address = .*: must be a multiple of 128"),
+    ],
+)
+def test_where_a_tensor_copy_faults(coordinates: tuple[int, int], offset: int, message: str) -> None:
+    kernel = r"""
+    extern "C" __global__ void k(const __grid_constant__ Map to, int x, int y, u32 offset) {
+        __shared__ __align__(128) u32 box[64];
+        box[threadIdx.x] = box[threadIdx.x + 32] = 0;
+        fence(); __syncwarp();
+        if (threadIdx.x == 0) {
+            asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];"
+                :: "l"(&to), "r"(shared(box) + offset), "r"(x), "r"(y) : "memory");
+            commit(); wait_all();
+        }
+    }
+    """
+    machine = Machine("sm90")
+    out = machine.alloc(0, (4, 12), np.uint32)
+    tensor_map = TensorMap("u32", out.ptr, (12, 4), (48,), (8, 2))
+    machine.launch(
+        machine.load(to_ptx(DEVICE + kernel)), "k", 1, 32, args=[[tensor_map, *coordinates, offset]]
+    )
+    with pytest.raises(MemoryFault, match=message):
+        machine.run()
 
 
 def test_tensor_maps_are_checked() -> None:

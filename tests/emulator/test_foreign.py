@@ -1,4 +1,4 @@
-"""Kernels in other idioms than the templates': PTX that nvcc made of the CUDA C++ in foreign/, with known results."""
+"""Kernels in other idioms than the templates': PTX that nvcc made of foreign/*.cu, with known results."""
 
 import struct
 from functools import cache
@@ -174,7 +174,9 @@ def test_wgmma_with_bfloat16_in_registers(seed):
     a, b = (streams.below(70 + i, rows * 16, 33) - 16 for i, rows in enumerate((64, 16)))
     start = (streams.below(72, 64 * 16, 100) - 50).astype(np.float32).reshape(64, 16)
     machine = Machine("sm90", seed=seed)
-    operands = [upload(machine, (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)) for x in (a, b)]
+    operands = [
+        upload(machine, (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)) for x in (a, b)
+    ]
     out = upload(machine, start)
     machine.launch(machine.load(ptx("gemm_rs")), "gemm_bf16", 1, 128, args=[[*operands, out, 0.5]])
     machine.run()
@@ -184,7 +186,10 @@ def test_wgmma_with_bfloat16_in_registers(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_wgmma_with_fp8_in_registers(seed):
     """E5M2 holds -4 to 4 exactly, E4M3 -8 to 8."""
-    a, b, c = (streams.below(80 + i, rows * 32, 2 * m + 1) - m for i, (rows, m) in enumerate(((64, 4), (16, 8), (16, 8))))
+    a, b, c = (
+        streams.below(80 + i, rows * 32, 2 * m + 1) - m
+        for i, (rows, m) in enumerate(((64, 4), (16, 8), (16, 8)))
+    )
     machine = Machine("sm90", seed=seed)
     codes = [native.encode(x, fmt).astype(np.uint8) for x, fmt in ((a, "e5m2"), (b, "e4m3"), (c, "e4m3"))]
     out = machine.alloc(0, (64, 16), np.float32)
@@ -199,10 +204,13 @@ def test_mailboxes_of_two_ranks(seed):
     blocks, threads = 3, 64
     machine = Machine("sm90", ranks=2, sms=blocks, seed=seed)
     ids = [streams.below(90 + rank, blocks * threads, 40).reshape(blocks, threads) - 4 for rank in range(2)]
+    for values in ids:  # no zeros, and a first one that stands in for those that are missing
+        values[values == 0] = 7
+        values[0, 0] = 3
     weights = [streams.below(95 + rank, blocks * threads, 9).reshape(blocks, threads) for rank in range(2)]
     rows = [machine.alloc(rank, (blocks, 32, 4), np.float32) for rank in range(2)]
     arrived, done = ([upload(machine, np.zeros(1, t), r) for r in range(2)] for t in (np.int32, np.uint64))
-    totals = [upload(machine, np.zeros(1, np.uint64), rank) for rank in range(2)]
+    totals = [upload(machine, np.zeros(2, np.uint64), rank) for rank in range(2)]
     counts = [upload(machine, np.zeros(3, np.uint32), rank) for rank in range(2)]
     arguments = []
     for rank in range(2):
@@ -220,3 +228,42 @@ def test_mailboxes_of_two_ranks(seed):
         assert counts[rank].view[1] == (sent < 0).sum()
         assert done[rank].view[0] == (1 << blocks) - 1 and arrived[rank].view[0] == blocks
         assert counts[rank].view[0] == kept and counts[rank].view[2] == kept + 1
+        total = int(np.where(sent < 0, 3, sent).sum())
+        assert totals[rank].view.tolist() == [total, 2 * total]
+
+
+def packed(matrix: np.ndarray, rows: int) -> np.ndarray:
+    """E4M3 codes of an integer matrix as tiles of ``rows`` rows, each [k / 16][row / 8][row % 8][k % 16]."""
+    codes = native.encode(matrix, "e4m3").astype(np.uint8)
+    return codes.reshape(-1, rows // 8, 8, matrix.shape[1] // 16, 16).transpose(0, 3, 1, 2, 4).copy()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_persistent_blocks_multiply_and_activate(seed):
+    down, across, limit = 3, 2, 20.0
+    a = streams.below(100, down * 64 * 64, 9).reshape(-1, 64) - 4
+    b = streams.below(101, across * 128 * 64, 9).reshape(-1, 64) - 4
+    machine = Machine("sm90", sms=2, seed=seed)
+    out = machine.alloc(0, (down * 64, across * 64), np.float32)
+    summary = machine.alloc(0, down * across * 64 + 1, np.uint32)
+    counters = [upload(machine, np.zeros(1, kind)) for kind in (np.uint32, np.uint32, np.uint64)]
+    pointers = [upload(machine, packed(a, 64)), upload(machine, packed(b, 128)), summary, *counters]
+    work = struct.pack("<6Q2If4x", *(buffer.ptr for buffer in pointers), down, across, limit)
+    sizes = (across * 64, down * 64)
+    tensor = TensorMap("f32", out.ptr, sizes, (4 * sizes[0],), (64, 64))
+    machine.launch(machine.load(ptx("expert")), "expert", 2, 128, args=[[work, tensor]])
+    machine.run()
+
+    product = a @ b.T
+    gate, up = product[:, ::2].astype(float), product[:, 1::2].astype(float)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    assert np.allclose(out.view, gate / (1 + np.exp(-gate)) * up, rtol=2e-6, atol=1e-6)
+    positive = (product[:, ::2] > 0).reshape(down, 64, across, 64).sum(axis=3).swapaxes(1, 2)
+    rows = positive.reshape(-1, 4, 16)  # per tile and warp
+    least = rows.min(axis=2, keepdims=True)
+    second = np.vectorize(lambda n: [i for i in range(32) if n >> i & 1][1:2] or [31], otypes=[object])(rows)
+    place = np.array([value[0] for value in second.ravel()]).reshape(rows.shape)
+    place[:, :, 8:] = 0
+    assert np.array_equal(summary.view[:-1].reshape(rows.shape), rows | least << 8 | place << 16)
+    assert summary.view[-1] == down * across == counters[1].view[0]
+    assert counters[2].view[0] == (rows.sum(axis=2) & 255).sum()

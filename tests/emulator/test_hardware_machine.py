@@ -1,6 +1,6 @@
 """The hardware cases as whole kernels on the emulator, against the outputs recorded on a real GPU.
 
-test_hardware.py checks the libraries; here the same kernels go through parser, decoder, memory and asynchrony.
+test_hardware.py checks the libraries; here the kernels go through parser, decoder, memory and asynchrony.
 """
 
 from collections.abc import Iterator

@@ -95,6 +95,13 @@ def test_printf_and_assert() -> None:
         machine.run()
 
 
+def test_breakpoints_stop_like_traps() -> None:
+    machine = Machine("sm90")
+    machine.launch(machine.load(ptx_kernel("brkpt;")), "k", 1, 1, args=[[0]])
+    with pytest.raises(Trap):
+        machine.run()
+
+
 def test_an_unknown_instruction_stops_with_text_line_and_section() -> None:
     with pytest.raises(
         UnsupportedInstruction, match=r"PTX line \d+ .*`vadd4.u32.u32.u32 %r0, %r1, %r2, %r3`"
@@ -131,6 +138,12 @@ def test_what_cannot_be_decoded_names_its_line(text: str, message: str) -> None:
 def test_recursion_is_refused_by_name() -> None:
     text = PTX_HEADER + ".func f() { call f; ret; }\n.visible .entry k() { call f; ret; }"
     with pytest.raises(UnsupportedInstruction, match=r"function `f` is recursive"):
+        Machine("sm90").load(text)
+
+
+def test_external_functions_are_refused_by_name() -> None:
+    text = ptx_kernel("call foreign;", module=".extern .func foreign();")
+    with pytest.raises(UnsupportedInstruction, match=r"the function `foreign` isn't defined in this module"):
         Machine("sm90").load(text)
 
 

@@ -197,6 +197,18 @@ def test_faults_name_address_and_reason(body: str, message: str) -> None:
         run(body, np.zeros(32, np.uint32), block=1)
 
 
+def test_local_memory_through_generic_addresses() -> None:
+    # Every thread's stack looks alike: equal addresses, different memory.
+    body = """
+    .local .align 8 .b8 stack[16];
+    mov.u32 %r9, %tid.x; mov.u64 %rd0, stack; cvta.local.u64 %rd0, %rd0;
+    st.u32 [%rd0+4], %r9; st.volatile.u32 [%rd0+8], %r9; ld.u32 %r1, [%rd0+4]; ld.volatile.u32 %r2, [%rd0+8];
+    add.u32 %r1, %r1, %r2; mul.wide.u32 %rd1, %r9, 4; add.u64 %rd1, %rd1, %a0; st.global.u32 [%rd1], %r1;
+    """
+    (out,) = run(body, np.zeros(32, np.uint32))
+    assert list(out) == [2 * lane for lane in range(32)]
+
+
 def test_use_after_free() -> None:
     machine = Machine("sm90")
     buffer = machine.alloc(0, 4)

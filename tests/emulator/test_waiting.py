@@ -7,7 +7,7 @@ import pytest
 from cuda_source import ptx_kernel, to_ptx
 
 from megagen.emulator import Machine
-from megagen.errors import Deadlock, StepLimit
+from megagen.errors import Deadlock, EmulatorError, StepLimit, Trap
 
 FLAGS = r"""
 __device__ u32 acquire(const u32* p) { u32 v; asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
@@ -167,3 +167,33 @@ def test_a_run_is_a_function_of_its_seed() -> None:
     orders = [order(seed) for seed in range(6)]
     assert orders == [order(seed) for seed in range(6)]
     assert len({tuple(o) for o in orders}) > 3
+
+
+def test_a_timeline_has_every_wait_that_ended() -> None:
+    body = """
+    mov.u32 %r9, %tid.x; setp.lt.u32 %p0, %r9, 32; @%p0 bra C; nanosleep.u32 500; bar.sync 1, 64; bra E;
+    C: bar.sync 1, 64; E: ret; """
+    machine = Machine("sm90", timeline=True)
+    module = machine.load(ptx_kernel(body))
+    machine.launch(module, "k", 1, 64, args=[[0]])
+    machine.run()
+    waits = machine.timeline()
+    assert {(w.warp, w.kind) for w in waits} >= {(0, "barrier"), (1, "time")}
+    assert all(0 < w.begin <= w.end <= machine.ticks for w in waits)
+    barrier = next(w for w in waits if w.kind == "barrier" and w.warp == 0)
+    assert module.describe(barrier.line)[1].startswith("bar.sync 1, 64")
+
+
+def test_a_machine_that_failed_cannot_go_on() -> None:
+    machine = Machine("sm90")
+    machine.launch(machine.load(ptx_kernel("trap;")), "k", 1, 1, args=[[0]])
+    with pytest.raises(Trap):
+        machine.run()
+    with pytest.raises(EmulatorError, match=r"has failed in an earlier run"):
+        machine.run()
+
+
+def test_views_outlive_their_machine() -> None:
+    view = Machine("sm90").alloc(0, 8, np.uint32).array
+    view[:] = 3
+    assert view.sum() == 24

@@ -37,7 +37,7 @@ extern "C" {
 struct emulator_options {
   int32_t ranks, sms;
   uint64_t seed, max_steps;
-  int32_t races, collectives_order, watchdog, proxy;
+  int32_t races, collectives_order, watchdog, timeline, proxy;
   int32_t compute_capability;
   uint32_t shared_per_sm, shared_per_cta, registers, threads_per_sm;
 };
@@ -56,6 +56,7 @@ Machine* emulator_create(const emulator_options* o) {
     options.races = o->races;
     options.collectives_order = o->collectives_order;
     options.watchdog = o->watchdog;
+    options.timeline = o->timeline;
     options.proxy = static_cast<ProxyCheck>(o->proxy);
     options.arch.compute_capability = o->compute_capability;
     options.arch.shared_per_sm = o->shared_per_sm;
@@ -116,8 +117,9 @@ int emulator_launch(Machine* m, ModuleInstance* module, const char* entry, int32
   });
 }
 
-int emulator_run(Machine* m) {
-  return guarded([&] { m->run(); });
+/// Runs for a while; `finished` tells whether everything has ended.
+int emulator_run(Machine* m, uint64_t steps, int32_t* finished) {
+  return guarded([&] { *finished = m->run(steps); });
 }
 
 /// instructions, asynchronous operations, events, matrix operations, polls, virtual nanoseconds.
@@ -125,6 +127,21 @@ void emulator_counters(const Machine* m, uint64_t* out) {
   const Counters& c = m->counters;
   const uint64_t values[6] = {c.instructions, c.async, c.events, c.matrix, c.polls, m->time_ns};
   memcpy(out, values, sizeof values);
+}
+
+/// Number of timeline events, and their array.
+uint64_t emulator_timeline(const Machine* m, const TimelineEvent** events) {
+  *events = m->timeline.data();
+  return m->timeline.size();
+}
+uint64_t emulator_ticks(const Machine* m) { return m->tick; }
+
+/// "file:line" and the text of a PTX line of a module.
+const char* emulator_describe(const ModuleInstance* module, uint32_t line) {
+  const Instr* i = module->program.at_line(line);
+  returned_text =
+      i ? module->program.source_of(i->location) + "\t" + module->program.instruction_text(*i) : "";
+  return returned_text.c_str();
 }
 
 const char* emulator_output(const Machine* m) {

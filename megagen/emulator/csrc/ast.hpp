@@ -66,7 +66,7 @@ struct AstFunction {
   std::vector<AstInstruction> instructions;
   std::vector<AstVariable> statics;  // .shared and .local of any block
   uint32_t maxntid[3] = {0, 0, 0}, reqntid[3] = {0, 0, 0}, cluster[3] = {0, 0, 0};
-  uint32_t maxnreg = 0;
+  uint32_t maxnreg = 0, minnctapersm = 0;
   uint32_t line = 0;
 };
 

@@ -654,6 +654,7 @@ class ModuleDecoder final : public Decoder {
     memcpy(info.reqntid, f.reqntid, sizeof info.reqntid);
     memcpy(info.cluster, f.cluster, sizeof info.cluster);
     info.maxnreg = f.maxnreg;
+    info.minnctapersm = f.minnctapersm;
     uint32_t at = 0;
     for (const AstVariable& v : f.params) {
       if (f.entry) {

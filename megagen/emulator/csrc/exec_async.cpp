@@ -355,8 +355,9 @@ void tensor(Exec& x, const Instr& i) {
     const bool load = i.vector == TensorLoad;
     auto c = new_copy(x, i, l);
     const uint64_t shared_address = address_at(x, i.op[0], i.imm, l);
-    const Place shared = x.resolve(load ? i.space : Space::Shared, shared_address, shared_bytes(map), l,
-                                   map.swizzle == Swizzle::None ? 16 : 128);
+    const Place shared = x.resolve(load ? i.space : Space::Shared, shared_address, shared_bytes(map), l, 16);
+    const std::string fault = copy_violation(map, coordinates, static_cast<uint32_t>(shared.offset), !load);
+    if (!fault.empty()) fail(ErrorKind::MemoryFault, "tensor copy: " + fault);
     std::vector<Cta*> ctas{shared.region->cta};
     if (load) {
       ctas = receivers(x, i, l, shared);
@@ -367,33 +368,34 @@ void tensor(Exec& x, const Instr& i) {
       c->type = i.type;
       c->reduce = i.choice ? i.choice - 1 : -1;
     }
-    for_each_run(map, coordinates, static_cast<uint32_t>(shared.offset), [&](const TensorRun& run) {
-      const auto at = static_cast<uint32_t>(c->data.size());
-      if (!run.in_bounds) {
-        if (!load) return;
-        fill_out_of_bounds(map, c->reserve(run.bytes), run.bytes);
-      } else {
-        c->reserve(run.bytes);
-      }
-      Region* global = nullptr;
-      uint64_t global_at = 0;
-      if (run.in_bounds) {
-        const Place p = x.resolve(Space::Global, run.global, run.bytes, l, 1);
-        global = p.region;
-        global_at = p.offset;
-      }
-      if (!load) {
-        c->pieces.push_back({shared.region, run.shared, global, global_at, run.bytes, at, 0});
-        return;
-      }
-      for (size_t k = 0; k < ctas.size(); ++k) {
-        Region* to = i.flags & kMulticast ? ctas[k]->shared : shared.region;
-        if (run.shared + run.bytes > to->size)
-          fail(ErrorKind::MemoryFault, "the box reaches past the end of shared memory");
-        c->pieces.push_back(
-            {k == 0 ? global : nullptr, global_at, to, run.shared, run.bytes, at, static_cast<uint8_t>(k)});
-      }
-    });
+    for_each_run(load ? map : clipped_by_units(map), coordinates, static_cast<uint32_t>(shared.offset),
+                 [&](const TensorRun& run) {
+                   const auto at = static_cast<uint32_t>(c->data.size());
+                   if (!run.in_bounds) {
+                     if (!load) return;
+                     fill_out_of_bounds(map, c->reserve(run.bytes), run.bytes);
+                   } else {
+                     c->reserve(run.bytes);
+                   }
+                   Region* global = nullptr;
+                   uint64_t global_at = 0;
+                   if (run.in_bounds) {
+                     const Place p = x.resolve(Space::Global, run.global, run.bytes, l, 1);
+                     global = p.region;
+                     global_at = p.offset;
+                   }
+                   if (!load) {
+                     c->pieces.push_back({shared.region, run.shared, global, global_at, run.bytes, at, 0});
+                     return;
+                   }
+                   for (size_t k = 0; k < ctas.size(); ++k) {
+                     Region* to = i.flags & kMulticast ? ctas[k]->shared : shared.region;
+                     if (run.shared + run.bytes > to->size)
+                       fail(ErrorKind::MemoryFault, "the box reaches past the end of shared memory");
+                     c->pieces.push_back({k == 0 ? global : nullptr, global_at, to, run.shared, run.bytes, at,
+                                          static_cast<uint8_t>(k)});
+                   }
+                 });
     start_copy(std::move(c));
   }
   x.tick();

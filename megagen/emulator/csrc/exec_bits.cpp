@@ -281,10 +281,17 @@ void decode_brev(Decoder& d, Instr& i) {
   i.fn = bytes_of(t) == 8 ? Handler(brev<uint64_t>) : Handler(brev<uint32_t>);
 }
 
+/// Position and length of a bit field. The ISA takes them from the low 8 bits; an H200 does so for 32-bit
+/// values, but for 64-bit ones all bits count.
+template <class T>
+uint32_t field_operand(uint32_t v) {
+  return sizeof(T) == 8 ? std::min(v, 64u) : v & 0xFF;
+}
+
 template <class T>
 void bfe(Exec& x, const Instr& i) {
   ternary<T, T, uint32_t, uint32_t>(x, i, [](T a, uint32_t b, uint32_t c) {
-    const uint32_t msb = 8 * sizeof(T) - 1, position = b & 0xFF, length = c & 0xFF;
+    const uint32_t msb = 8 * sizeof(T) - 1, position = field_operand<T>(b), length = field_operand<T>(c);
     using U = std::make_unsigned_t<T>;
     const U v = static_cast<U>(a);
     U sign = 0;
@@ -316,7 +323,7 @@ void bfi(Exec& x, const Instr& i) {
   const auto e = x.view<uint32_t>(i.op[4]);
   T out[kLanes];
   for (int l = 0; l < kLanes; ++l) {
-    const uint32_t position = c[l] & 0xFF, length = e[l] & 0xFF, bits = 8 * sizeof(T);
+    const uint32_t position = field_operand<T>(c[l]), length = field_operand<T>(e[l]), bits = 8 * sizeof(T);
     T field = length >= bits ? static_cast<T>(~T{0}) : static_cast<T>((T{1} << length) - 1);
     field = position >= bits ? T{0} : static_cast<T>(field << position);
     out[l] = static_cast<T>((b[l] & ~field) | (position >= bits ? 0 : (a[l] << position) & field));

@@ -182,26 +182,13 @@ uint64_t encode_float(double v, Type t, const Instr& i) {
   return bits;
 }
 
-double round_to_integer(double v, Rounding r) {
-  switch (r) {
-    case Rounding::TowardZero:
-      return std::trunc(v);
-    case Rounding::Down:
-      return std::floor(v);
-    case Rounding::Up:
-      return std::ceil(v);
-    default:
-      return std::nearbyint(v);
-  }
-}
-
 /// choice 1: round to an integral value first (.rni and the like).
 void float_to_float(Exec& x, const Instr& i) {
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     double v = load_float(x, i.op[1], l, i.type2);
     if ((i.flags & kFtz) && i.type2 == Type::F32) v = flush(static_cast<float>(v));
-    if (i.choice) v = round_to_integer(v, static_cast<Rounding>(i.flags & 7));
+    if (i.choice) v = round_to_integral(v, static_cast<Rounding>(i.flags & 7));
     store_float(x, i.op[0], l, i.type, encode_float(v, i.type, i));
   }
   x.finish(i, 1);
@@ -209,26 +196,13 @@ void float_to_float(Exec& x, const Instr& i) {
 
 void float_to_integer(Exec& x, const Instr& i) {
   const int bits = 8 * bytes_of(i.type);
-  const bool negative_ok = is_signed(i.type);
-  const double top = std::ldexp(1.0, negative_ok ? bits - 1 : bits), bottom = negative_ok ? -top : 0;
+  const auto rounding = static_cast<Rounding>(i.flags & 7);
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     double v = load_float(x, i.op[1], l, i.type2);
     if ((i.flags & kFtz) && i.type2 == Type::F32) v = flush(static_cast<float>(v));
-    uint64_t out = 0;
-    if (!std::isnan(v)) {
-      v = round_to_integer(v, static_cast<Rounding>(i.flags & 7));
-      const uint64_t highest = negative_ok  ? (uint64_t{1} << (bits - 1)) - 1
-                               : bits == 64 ? ~uint64_t{0}
-                                            : (uint64_t{1} << bits) - 1;
-      if (v >= top) {
-        out = highest;
-      } else if (v <= bottom) {
-        out = negative_ok ? ~highest : 0;
-      } else {
-        out = negative_ok ? static_cast<uint64_t>(static_cast<int64_t>(v)) : static_cast<uint64_t>(v);
-      }
-    }
+    const auto out =
+        static_cast<uint64_t>(to_integer(v, rounding, bits, is_signed(i.type), i.type2 == Type::F64));
     if (i.op[0].width == 8) {
       x.view<uint64_t>(i.op[0]).set(l, out);
     } else {
@@ -284,6 +258,11 @@ void integer_to_float(Exec& x, const Instr& i) {
   }
   x.finish(i, 1);
 }
+void tf32_from_f32(Exec& x, const Instr& i) {
+  const Conversion how{static_cast<Rounding>(i.flags & 7), (i.flags & kSatfinite) != 0,
+                       (i.flags & kRelu) != 0};
+  unary<uint32_t, uint32_t>(x, i, [how](uint32_t a) { return to_tf32(a, how); });
+}
 void f32_from_s32(Exec& x, const Instr& i) {
   unary<float, int32_t>(x, i, [](int32_t a) { return static_cast<float>(a); });
 }
@@ -323,7 +302,7 @@ void decode_cvt(Decoder& d, Instr& i) {
            : plain && from == Type::U32 ? f32_from_u32
                                         : integer_to_float;
   } else {
-    i.fn = float_to_float;
+    i.fn = to == Type::TF32 ? tf32_from_f32 : float_to_float;
     if (i.flags == 0 && !integral) {
       if (to == Type::F32 && from == Type::F16) i.fn = f32_from_f16;
       if (to == Type::F32 && from == Type::BF16) i.fn = f32_from_bf16;

@@ -208,13 +208,17 @@ void decode_mixed(Decoder& d, Instr& i) {
 
 void abs_f32(Exec& x, const Instr& i) {
   const bool ftz = i.flags & kFtz;
-  unary<uint32_t, uint32_t>(
-      x, i, [ftz](uint32_t a) { return bits_of(ftz ? flush(float_of(a)) : float_of(a)) & 0x7FFFFFFFu; });
+  unary<uint32_t, uint32_t>(x, i, [ftz](uint32_t a) {
+    return std::isnan(float_of(a)) ? kCanonicalNan
+                                   : bits_of(ftz ? flush(float_of(a)) : float_of(a)) & 0x7FFFFFFFu;
+  });
 }
 void neg_f32(Exec& x, const Instr& i) {
   const bool ftz = i.flags & kFtz;
-  unary<uint32_t, uint32_t>(
-      x, i, [ftz](uint32_t a) { return bits_of(ftz ? flush(float_of(a)) : float_of(a)) ^ 0x80000000u; });
+  unary<uint32_t, uint32_t>(x, i, [ftz](uint32_t a) {
+    return std::isnan(float_of(a)) ? kCanonicalNan
+                                   : bits_of(ftz ? flush(float_of(a)) : float_of(a)) ^ 0x80000000u;
+  });
 }
 void abs_f64(Exec& x, const Instr& i) {
   unary<uint64_t, uint64_t>(x, i, [](uint64_t a) { return a & ~(uint64_t{1} << 63); });
@@ -456,7 +460,7 @@ void testp(Exec& x, const Instr& i) {
         yes = c == FP_NAN;
         break;
       case Normal:
-        yes = c == FP_NORMAL;
+        yes = c == FP_NORMAL || c == FP_ZERO;  // zeros count as normal
         break;
       default:
         yes = c == FP_SUBNORMAL;

@@ -107,7 +107,7 @@ bool same_address(const Exec& x, const Instr& i) {
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     if (x.address_of(i, 0, __builtin_ctz(rest)) != first) return false;
   }
-  return i.space != Space::Local && i.space != Space::Param;
+  return i.space != Space::Local && i.space != Space::Param && first - kLocalWindow >= kLocalWindowBytes;
 }
 
 void store(Exec& x, const Instr& i) {
@@ -136,12 +136,18 @@ void store(Exec& x, const Instr& i) {
     }
     if (!p.region) continue;
     seen = true;
+    const bool over_strong = !strong && (p.region->cells[p.offset / 4].write & kStrong);
     x.m.history.write(*p.region, p.offset, bytes, x.accessor(l, i.order, i.scope));
     if (strong) {
       if (i.order == Order::Release || !x.w.fences.empty()) {
         x.release_to(x.m.history.variables[p.canonical()], l, scope, true, i.order == Order::Release);
       } else if (const auto it = x.m.history.variables.find(p.canonical());
                  it != x.m.history.variables.end()) {
+        it->second.releases.clear();
+      }
+    }
+    if (over_strong) {  // what an acquire reads from here on isn't a release any more
+      if (const auto it = x.m.history.variables.find(p.canonical()); it != x.m.history.variables.end()) {
         it->second.releases.clear();
       }
     }

@@ -153,7 +153,7 @@ void Machine::launch(ModuleInstance& module, const std::string& entry, int rank,
   uint32_t fit =
       std::min<uint32_t>(kCtasPerSm, options.arch.threads_per_sm / std::max(32u, align_up(threads, 32)));
   fit = std::min(fit, options.arch.shared_per_sm / (shared + kSharedReserved));
-  if (f.uses_setmaxnreg) fit = 1;
+  if (f.uses_setmaxnreg) fit = std::min(fit, std::max(1u, f.minnctapersm));
   if (f.maxnreg) fit = std::min(fit, options.arch.registers / (f.maxnreg * align_up(threads, 32)));
   g->ctas_per_sm = std::max(1u, fit);
   g->params = params;
@@ -272,10 +272,11 @@ void Machine::start_cta(Grid& g, Cluster& cluster, uint32_t slot, int sm, uint32
 
   const uint32_t threads = volume(g.block), warps = (threads + kLanes - 1) / kLanes;
   const Program& p = *g.program;
-  // What ptxas would give: the register file dealt out evenly in units of 8, at most 255 each.
-  const uint32_t per_thread =
-      g.entry->maxnreg ? g.entry->maxnreg
-                       : std::min(255u, options.arch.registers / g.ctas_per_sm / (warps * kLanes) / 8 * 8);
+  // What ptxas gives at most: the register file dealt out evenly in units of 8, at most 255 to a thread.
+  const uint32_t ctas = std::max(1u, g.entry->minnctapersm);
+  const uint32_t per_thread = g.entry->maxnreg
+                                  ? g.entry->maxnreg
+                                  : std::min(255u, options.arch.registers / ctas / (warps * kLanes) / 8 * 8);
   auto& counts = slot_counts[slot];
   counts.resize(std::max<size_t>(counts.size(), kLanes));
   cta.next_agent = kLanes;

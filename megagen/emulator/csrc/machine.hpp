@@ -85,10 +85,11 @@ struct Fragment {
   Mask sync_mask = 0;
   uint64_t wake_time = 0;
   uint32_t parity = 0;
-  bool give_up = false;   // a try_wait that must return false now
-  bool timed = false;     // Poll: the loop looks at a clock
-  uint32_t patience = 3;  // equal iterations before a loop counts as polling
-  uint32_t ran = 0;       // instructions since another fragment of the warp ran
+  uint64_t waiting_since = 0;  // tick, where the timeline is recorded
+  bool give_up = false;        // a try_wait that must return false now
+  bool timed = false;          // Poll: the loop looks at a clock
+  uint32_t patience = 3;       // equal iterations before a loop counts as polling
+  uint32_t ran = 0;            // instructions since another fragment of the warp ran
   LoopWatch loops[3];
   uint8_t next_loop = 0;
   std::vector<uint64_t> watched;
@@ -250,7 +251,7 @@ struct Options {
   int ranks = 1, sms = 1;
   uint64_t seed = 0;
   uint64_t max_steps = 0;  // warp instructions; 0: no limit
-  bool races = true, watchdog = false;
+  bool races = true, watchdog = false, timeline = false;
   bool collectives_order =
       false;  // shfl, vote and other warp collectives also order memory among their lanes
   ProxyCheck proxy = ProxyCheck::Error;
@@ -278,6 +279,13 @@ struct ModuleInstance {
       constant_store;  // per rank: the constant bank with the addresses of its variables
 };
 
+/// One wait of a fragment, for timelines. Times are scheduler steps.
+struct TimelineEvent {
+  uint32_t rank, sm, slot, warp;
+  uint32_t lanes, wait, line, grid;
+  uint64_t begin, end;
+};
+
 struct Machine {
   explicit Machine(const Options& options);
   ~Machine();
@@ -290,7 +298,8 @@ struct Machine {
               const std::vector<uint8_t>& params, bool programmatic);
 
   // The scheduler (scheduler.cpp).
-  void run();
+  /// Runs for about so many scheduler steps; true once everything has ended.
+  bool run(uint64_t steps);
   void start_clusters();
   void wake(Warp& warp, Fragment& fragment);
   void enqueue(Warp& warp);
@@ -339,7 +348,8 @@ struct Machine {
   std::vector<Warp*> ready;
   std::priority_queue<Event, std::vector<Event>, LaterEvent> events;
   std::unordered_map<uint64_t, std::vector<std::pair<Warp*, uint64_t>>> watchers;  // word -> sleepers
-  std::vector<std::string> output;                                                 // printf
+  std::vector<TimelineEvent> timeline;
+  std::vector<std::string> output;   // printf
   std::vector<std::string> reports;  // proxy violations in report mode
   std::set<uint64_t> reported;
   uint64_t tick = 0, time_ns = 1000000, event_order = 0, progress_count = 0, next_grid = 1;
@@ -364,6 +374,7 @@ struct Machine {
   void finish_grid(Grid& grid);
   bool idle();
   void time_out_waits();
+  void note_waits(Warp& warp);
 };
 
 /// What a handler gets. One warp instruction of the active lanes `mask`.

@@ -386,6 +386,7 @@ class Parser {
       }
       if (triple) memcpy(triple, values, sizeof values);
       if (d == ".maxnreg") f->maxnreg = values[0];
+      if (d == ".minnctapersm") f->minnctapersm = values[0];
       if (d == ".pragma")
         while (!accept(";")) lex_.take();
       if (d == ".attribute") {

@@ -118,7 +118,7 @@ struct FunctionInfo {
   std::vector<uint32_t> param_offsets, result_offsets;  // entry: in the parameter block; else in local memory
   uint32_t param_bytes = 0;
   uint32_t maxntid[3] = {0, 0, 0}, reqntid[3] = {0, 0, 0}, cluster[3] = {0, 0, 0};
-  uint32_t maxnreg = 0;
+  uint32_t maxnreg = 0, minnctapersm = 0;
   uint32_t static_shared = 0;  // bytes, of this function and all that it may call
   uint32_t shared_align = 16;
   bool uses_setmaxnreg = false;

@@ -300,6 +300,14 @@ void Machine::wake(Warp& warp, Fragment& f) {
     }
   }
   f.awaited.clear();
+  if (f.waiting_since) {
+    const Cta& cta = *warp.cta;
+    const uint32_t line = cta.grid->program->code[static_cast<size_t>(f.pc)].line;
+    timeline.push_back({static_cast<uint32_t>(cta.rank), static_cast<uint32_t>(cta.sm), cta.slot,
+                        static_cast<uint32_t>(warp.index), f.mask, static_cast<uint32_t>(f.wait), line,
+                        static_cast<uint32_t>(cta.grid->id), f.waiting_since, tick});
+    f.waiting_since = 0;
+  }
   f.wait = Wait::None;
   enqueue(warp);
 }
@@ -362,6 +370,7 @@ void Machine::run_warp(Warp& w) {
       i.fn(x, i);
       if (x.stop) {
         x.stop = false;
+        if (options.timeline) note_waits(w);
         f = w.live ? pick(w) : nullptr;
         continue;
       }
@@ -377,6 +386,13 @@ void Machine::run_warp(Warp& w) {
     return;
   }
   if (pick(w)) enqueue(w);
+}
+
+/// Notes when fragments began to wait.
+void Machine::note_waits(Warp& w) {
+  for (const auto& f : w.fragments) {
+    if (f->wait != Wait::None && !f->waiting_since) f->waiting_since = tick;
+  }
 }
 
 /// Nothing can run and no event is pending: lets time pass, gives sleepers another try, or reports a
@@ -460,8 +476,9 @@ void Machine::time_out_waits() {
   }
 }
 
-void Machine::run() {
+bool Machine::run(uint64_t steps) {
   start_clusters();
+  const uint64_t last = tick + steps;
   try {
     for (;;) {
       while (!events.empty() && events.top().due <= tick) {
@@ -470,6 +487,7 @@ void Machine::run() {
         ++counters.events;
         run();
       }
+      if (tick >= last) return false;
       if (ready.empty()) {
         if (!events.empty()) {
           tick = std::max(tick, events.top().due);
@@ -506,6 +524,7 @@ void Machine::run() {
   Clock all;
   for (const Clock& c : stream_clock) all.join(c);
   for (Clock& c : stream_clock) c = all;
+  return true;
 }
 
 }  // namespace megagen::emulator

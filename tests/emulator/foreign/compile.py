@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compiles the CUDA C++ of this folder to the PTX beside it; needs nvcc of CUDA 13.
 
-The PTX is committed, because no machine without a toolkit could make it and because other compilers' texts are what
-the emulator has to read.
+The PTX is committed, because no machine without a toolkit could make it and because other compilers' texts
+are what the emulator has to read.
 """
 
 import re

@@ -11,7 +11,7 @@ struct Mailbox {
     Peer self, peer;
     const long long* ids;
     const float* weights;
-    unsigned long long* total;
+    unsigned long long* total;  // [2]
     unsigned* counts;  // [3]
     int blocks;
 };
@@ -110,5 +110,8 @@ extern "C" __global__ void __launch_bounds__(64) mailbox(Mailbox box) {
     if (block == 0 && t == 32) {
         wait([&] { return load_acquire_gpu(box.self.done) == (1ull << box.blocks) - 1; });
         box.counts[2] = box.counts[0] + 1;
+        unsigned long long total;
+        asm volatile("ld.global.u64 %0, [%1];" : "=l"(total) : "l"(box.total) : "memory");
+        asm volatile("st.global.u64 [%0+8], %1;" :: "l"(box.total), "l"(2 * total) : "memory");
     }
 }

@@ -1,13 +1,15 @@
 """Cases of the forms that no other group covers: float64, halves, vector atomics, policies, spellings, tensor
 reductions."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from . import streams
 from .cases import Case, Output, TensorMapSpec
 from .memory_cases import case as kernel
 from .scalar_cases import form_case
-from .tensor_copy_cases import S32, dense
+from .tensor_copy_cases import F16, S32, U8, copy_case, dense, tensor_map
 
 
 def _simple(form: str, result: str, operands: str) -> Case:
@@ -50,8 +52,7 @@ def arithmetic_cases() -> list[Case]:
 
 
 def _kernel(name: str, body: str, **options) -> Case:
-    made = kernel(name, body, **options)
-    return Case(**{**vars(made), "name": f"more/{name}"})
+    return replace(kernel(name, body, **options), name=f"more/{name}")
 
 
 def atomic_cases() -> list[Case]:
@@ -61,11 +62,12 @@ def atomic_cases() -> list[Case]:
         places = ", ".join(f"%{i}" for i in range(count))
         values = ", ".join(f"%{count + 1 + i}" for i in range(count))
         loads = ", ".join(f'"={c}"(old[{i}])' for i in range(count))
-        stores = ", ".join(f'"{c}"(static_cast<{ctype}>(in[tid + {i}] & 0x3fff3fff))' for i in range(count))
+        stores = ", ".join(f'"{c}"(value(in[tid + {i}]))' for i in range(count))
         body = f"""
     {ctype} old[{count}];
+    auto value = [](unsigned word) {{ return static_cast<{ctype}>(word & 0x3fff3fff); }};
     {ctype}* own = reinterpret_cast<{ctype}*>(out) + {count} * tid;
-    for (int i = 0; i < {count}; ++i) own[i] = static_cast<{ctype}>(in[128 + tid + i] & 0x3fff3fff);
+    for (int i = 0; i < {count}; ++i) own[i] = value(in[128 + tid + i]);
     asm volatile("atom.global.{form} {{{places}}}, [%{count}], {{{values}}};"
                  : {loads} : "l"(own), {stores} : "memory");
     asm volatile("red.global.{form} [%0], {{{", ".join(f"%{i + 1}" for i in range(count))}}};"
@@ -76,13 +78,14 @@ def atomic_cases() -> list[Case]:
         second = "mov.b128 c, {%3, %2};" if operation == "cas" else ""
         place = ", c" if operation == "cas" else ""
         body = f"""
+    auto wide = [](unsigned word) {{ return static_cast<unsigned long long>(word); }};
     unsigned long long low, high;
     unsigned long long* own = reinterpret_cast<unsigned long long*>(out) + 2 * tid;
     own[0] = tid & 1 ? 5 : in[tid], own[1] = tid & 1 ? 6 : in[tid + 1];
     asm volatile("{{\\n.reg .b128 a, b, c;\\nmov.b128 b, {{%2, %3}};\\n{second}\\n"
                  "atom.global.{operation}.b128 a, [%4], b{place};\\nmov.b128 {{%0, %1}}, a;\\n}}"
                  : "=l"(low), "=l"(high)
-                 : "l"(static_cast<unsigned long long>(in[tid])), "l"(static_cast<unsigned long long>(in[tid + 1])), "l"(own)
+                 : "l"(wide(in[tid])), "l"(wide(in[tid + 1])), "l"(own)
                  : "memory");
     reinterpret_cast<unsigned long long*>(out)[256 + 2 * tid] = low;
     reinterpret_cast<unsigned long long*>(out)[257 + 2 * tid] = high;"""
@@ -116,11 +119,14 @@ def access_cases() -> list[Case]:
                  : "=l"(cut) : "l"(in));
     asm volatile("ld.mmio.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(in + tid) : "memory");
     asm volatile("ldu.global.u32 %0, [%1];" : "=r"(other) : "l"(in + tid + 1));
-    asm volatile("ld.global.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(hinted) : "l"(in + tid + 2), "l"(even) : "memory");
+    asm volatile("ld.global.L2::cache_hint.u32 %0, [%1], %2;"
+                 : "=r"(hinted) : "l"(in + tid + 2), "l"(even) : "memory");
     asm volatile("applypriority.global.L2::evict_normal [%0], 128;" :: "l"(in) : "memory");
     asm volatile("pmevent 3;");
-    asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" :: "l"(out + tid), "r"(value + other), "l"(cut) : "memory");
-    asm volatile("st.mmio.relaxed.sys.global.u32 [%0], %1;" :: "l"(out + 128 + tid), "r"(hinted) : "memory");"""
+    asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;"
+                 :: "l"(out + tid), "r"(value + other), "l"(cut) : "memory");
+    asm volatile("st.mmio.relaxed.sys.global.u32 [%0], %1;"
+                 :: "l"(out + 128 + tid), "r"(hinted) : "memory");"""
     cases = [_kernel("policies mmio ldu", body, outputs=256)]
     body = """
     __shared__ unsigned cell;
@@ -131,13 +137,15 @@ def access_cases() -> list[Case]:
         return found;
     };
     unsigned long long generic;
-    asm volatile("cvta.shared.u64 %0, %1;" : "=l"(generic) : "l"(static_cast<unsigned long long>(shared_address(&cell))));
+    const unsigned long long window = shared_address(&cell);
+    asm volatile("cvta.shared.u64 %0, %1;" : "=l"(generic) : "l"(window));
     out[tid] = spaces(in + tid);
     out[128 + tid] = spaces(&cell);
     out[256 + tid] = spaces(&mine);
     out[384 + tid] = generic == reinterpret_cast<unsigned long long>(&cell);"""
     test = (
-        'asm volatile("{{\\n.reg .pred p;\\nisspacep.{} p, %1;\\n@p or.b32 %0, %0, {};\\n}}" : "+r"(found) : "l"(p));'
+        'asm volatile("{{\\n.reg .pred p;\\nisspacep.{} p, %1;\\n@p or.b32 %0, %0, {};\\n}}" '
+        ': "+r"(found) : "l"(p));'
     )
     spaces = ("global", "shared", "local", "const")
     body = body.replace("SPACES", "\n".join(test.format(s, 1 << i) for i, s in enumerate(spaces)))
@@ -151,9 +159,13 @@ def access_cases() -> list[Case]:
     extern __device__ unsigned twice_plus(unsigned, unsigned);
     out[tid] = twice_plus(in[tid], tid) ^ twice_plus(tid, in[tid]);"""
     made = _kernel("call", body, outputs=128)
-    function = "__device__ __noinline__ unsigned twice_plus(unsigned a, unsigned b) { return 2 * a + b / 3; }\n"
-    source = function + made.source.replace("    extern __device__ unsigned twice_plus(unsigned, unsigned);\n", "")
-    cases.append(Case(**{**vars(made), "source": source}))
+    function = (
+        "__device__ __noinline__ unsigned twice_plus(unsigned a, unsigned b) { return 2 * a + b / 3; }\n"
+    )
+    source = function + made.source.replace(
+        "    extern __device__ unsigned twice_plus(unsigned, unsigned);\n", ""
+    )
+    cases.append(replace(made, source=source))
     body = """
     __shared__ __align__(16) unsigned buffer[512];
     for (int i = tid; i < 512; i += 128) buffer[i] = 0xcdcdcdcd;
@@ -176,20 +188,22 @@ def access_cases() -> list[Case]:
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("barrier.cluster.arrive.aligned;\\nbarrier.cluster.wait.aligned;" ::: "memory");
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(target) : "r"(shared_address(buffer + 128)), "r"(rank ^ 1));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(target) : "r"(shared_address(buffer + 128)), "r"(rank ^ 1));
     asm("getctarank.shared::cluster.u32 %0, %1;" : "=r"(owner) : "r"(target));
     if (tid == 0) {
         unsigned remote;
         asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(at), "r"(rank ^ 1));
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 512;" :: "r"(at) : "memory");
-        asm volatile("cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.OPERATION [%0], [%1], 512, [%2];"
+        asm volatile("FORM [%0], [%1], 512, [%2];"
                      :: "r"(target), "r"(shared_address(buffer)), "r"(remote) : "memory");
     }
     wait_parity(at, 0);
     asm volatile("barrier.cluster.arrive.aligned;\\nbarrier.cluster.wait.aligned;" ::: "memory");
     for (int i = tid; i < 256; i += 128) out[blockIdx.x * 256 + i] = buffer[i] ^ owner;"""
     for operation in ("add.u32", "xor.b32", "max.u32"):
-        text = body.replace("OPERATION", operation)
+        form = f"cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.{operation}"
+        text = body.replace("FORM", form)
         name = f"cp.reduce.async.bulk shared {operation}"
         cases.append(_kernel(name, text, outputs=512, grid=2, prefix="__cluster_dims__(2, 1, 1)"))
     return cases
@@ -212,8 +226,10 @@ extern "C" __global__ void {name}(const __grid_constant__ TensorMap map, const u
     if (threadIdx.x == 0) {{
         const unsigned from = static_cast<unsigned>(__cvta_generic_to_shared(box));
         asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
-        asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {{%1, %1}}];" :: "l"(&map), "r"(0) : "memory");
-        asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.{operation}.bulk_group [%0, {{%2, %3}}], [%1];"
+        asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {{%1, %1}}];"
+                     :: "l"(&map), "r"(0) : "memory");
+        asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.{operation}.bulk_group "
+                     "[%0, {{%2, %3}}], [%1];"
                      :: "l"(&map), "r"(from), "r"(12), "r"(3) : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -228,8 +244,31 @@ extern "C" __global__ void {name}(const __grid_constant__ TensorMap map, const u
     return cases
 
 
+def tensor_edge_cases() -> list[Case]:
+    """Stores and loads across the end of rows that are no multiple of 16 bytes."""
+    maps = {
+        "1d": (tensor_map(U8, [90], [64]), (48,)),
+        "1d beyond": (tensor_map(U8, [35], [64]), (0,)),
+        "2d": (tensor_map(U8, [90, 9], [64, 4]), (48, 7)),
+        "2d padded": (tensor_map(F16, [33, 9], [32, 4], pad=32), (16, 2)),
+        "3d": (tensor_map(F16, [13, 5, 3], [8, 2, 2]), (8, 4, 1)),
+    }
+    cases = []
+    for name, (spec, coordinates) in maps.items():
+        for store in (False, True):
+            made = copy_case(f"edge {name}", spec, coordinates, 0, store, 980)
+            cases.append(replace(made, name=f"more/{'store' if store else 'load'} edge {name}"))
+    return cases
+
+
 def more_cases() -> list[Case]:
-    return [*arithmetic_cases(), *atomic_cases(), *access_cases(), *tensor_reduction_cases()]
+    return [
+        *arithmetic_cases(),
+        *atomic_cases(),
+        *access_cases(),
+        *tensor_reduction_cases(),
+        *tensor_edge_cases(),
+    ]
 
 
 GROUPS = {"more": more_cases}

@@ -23,7 +23,9 @@ def _inputs(operands: str) -> list[np.ndarray]:
             continue
         if constraint == "d":
             exponents = (1003 + streams.below(seed + 1, COUNT, 41)).astype(np.uint64) << np.uint64(52)
-            arrays.append((streams.words(seed, COUNT) & np.uint64(0x800FFFFFFFFFFFFF) | exponents).view(np.float64))
+            arrays.append(
+                (streams.words(seed, COUNT) & np.uint64(0x800FFFFFFFFFFFFF) | exponents).view(np.float64)
+            )
             continue
         bits = np.dtype(OPERANDS[constraint][1]).itemsize * 8
         words = streams.words(seed, COUNT)
@@ -169,7 +171,9 @@ def compare_cases() -> list[Case]:
     cases += [_simple("slct.b32.s32", "r", "rrr"), _simple("slct.u64.s32", "l", "llr")]
     cases += [_simple("slct.b32.f32", "r", "rrf"), _simple("slct.f32.f32", "f", "fff")]
     for test in ("finite", "infinite", "number", "notanumber", "normal", "subnormal"):
-        cases.append(form_case(f"testp.{test}.f32", f".reg .pred p; testp.{test}.f32 p, %1; {choose}", "r", "f"))
+        cases.append(
+            form_case(f"testp.{test}.f32", f".reg .pred p; testp.{test}.f32 p, %1; {choose}", "r", "f")
+        )
     cases += [_simple("copysign.f32", "f", "ff")]
     cases += [_simple(f"{name}{ftz}.f32", "f", "f") for name in ("neg", "abs") for ftz in ("", ".ftz")]
     for flags in ("", ".sat"):

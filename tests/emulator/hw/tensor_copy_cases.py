@@ -92,7 +92,7 @@ def tensor_bytes(spec: TensorMapSpec) -> int:
     return -(-max(row, *(s * n for s, n in zip(spec.strides, spec.sizes[1:], strict=True)), 16) // 16) * 16
 
 
-def _map(kind, sizes, box, swizzle=0, pad=0, steps=None, fill=0, argument=1):
+def tensor_map(kind, sizes, box, swizzle=0, pad=0, steps=None, fill=0, argument=1):
     return TensorMapSpec(
         argument,
         kind,
@@ -106,7 +106,7 @@ def _map(kind, sizes, box, swizzle=0, pad=0, steps=None, fill=0, argument=1):
     )
 
 
-def _case(
+def copy_case(
     name: str,
     spec: TensorMapSpec,
     coordinates: tuple[int, ...],
@@ -137,28 +137,28 @@ def _case(
 
 def copy_cases() -> list[Case]:
     layouts = [
-        ("1d", _map(U8, [100], [64]), (48,), 0),
-        ("1d_negative", _map(U32, [64], [32]), (-4,), 128),
-        ("2d", _map(U8, [96, 20], [48, 7]), (16, 3), 0),
-        ("2d_corner", _map(U16, [40, 9], [16, 8], pad=16), (32, 5), 256),
-        ("2d_outside", _map(U16, [40, 9], [16, 8]), (40, -9), 0),
-        ("2d_element_stride", _map(U8, [64, 30], [32, 16], steps=[1, 3]), (0, 2), 0),
-        ("3d", _map(U32, [12, 6, 5], [8, 3, 2]), (4, 4, 3), 0),
-        ("3d_element_stride", _map(U8, [32, 9, 8], [16, 4, 5], steps=[2, 2, 3]), (0, 1, -3), 0),
-        ("4d", _map(F16, [16, 5, 4, 3], [8, 2, 3, 2]), (8, -1, 2, 1), 0),
-        ("5d", _map(U8, [32, 4, 3, 3, 3], [16, 2, 2, 2, 2]), (16, 3, 1, 2, -1), 0),
-        ("f64", _map(F64, [10, 4], [4, 4]), (8, 1), 0),
+        ("1d", tensor_map(U8, [100], [64]), (48,), 0),
+        ("1d_negative", tensor_map(U32, [64], [32]), (-4,), 128),
+        ("2d", tensor_map(U8, [96, 20], [48, 7]), (16, 3), 0),
+        ("2d_corner", tensor_map(U16, [40, 9], [16, 8], pad=16), (32, 5), 256),
+        ("2d_outside", tensor_map(U16, [40, 9], [16, 8]), (40, -9), 0),
+        ("2d_element_stride", tensor_map(U8, [64, 30], [32, 16], steps=[1, 3]), (0, 2), 0),
+        ("3d", tensor_map(U32, [12, 6, 5], [8, 3, 2]), (4, 4, 3), 0),
+        ("3d_element_stride", tensor_map(U8, [32, 9, 8], [16, 4, 5], steps=[2, 2, 3]), (0, 1, -3), 0),
+        ("4d", tensor_map(F16, [16, 5, 4, 3], [8, 2, 3, 2]), (8, -1, 2, 1), 0),
+        ("5d", tensor_map(U8, [32, 4, 3, 3, 3], [16, 2, 2, 2, 2]), (16, 3, 1, 2, -1), 0),
+        ("f64", tensor_map(F64, [10, 4], [4, 4]), (8, 1), 0),
     ]
     for swizzle, span in ((1, 32), (2, 64), (3, 128)):
         layouts += [
-            (f"swizzle_{span}", _map(U8, [256, 40], [span, 32], swizzle), (16, 4), 0),
-            (f"swizzle_{span}_narrow", _map(U8, [256, 40], [span // 2, 24], swizzle), (32, 0), 0),
-            (f"swizzle_{span}_offset", _map(F16, [128, 40], [span // 2, 9], swizzle), (96, 33), 384),
+            (f"swizzle_{span}", tensor_map(U8, [256, 40], [span, 32], swizzle), (16, 4), 0),
+            (f"swizzle_{span}_narrow", tensor_map(U8, [256, 40], [span // 2, 24], swizzle), (32, 0), 0),
+            (f"swizzle_{span}_offset", tensor_map(F16, [128, 40], [span // 2, 9], swizzle), (96, 33), 384),
         ]
     cases = []
     for index, (name, spec, coordinates, offset) in enumerate(layouts):
         for store in (False, True) if min(coordinates) >= 0 else (False,):
-            cases.append(_case(name, spec, coordinates, offset, store, 400 + index))
+            cases.append(copy_case(name, spec, coordinates, offset, store, 400 + index))
     values = streams.float32_bits(450, 1024)
     for name, kind in {
         "f16": F16,
@@ -171,20 +171,20 @@ def copy_cases() -> list[Case]:
     }.items():
         per_row = 64 // ELEMENT_BYTES[kind]
         for fill in (0, 1):
-            spec = _map(kind, [per_row, 16], [per_row, 16], fill=fill)
-            cases.append(_case(f"{name}_fill_{fill}", spec, (per_row // 2, 1), 0, False, 451, values))
-    spec = _map(TF32, [16, 16], [16, 16])
-    cases.append(_case("tf32", spec, (0, 0), 0, True, 460))
-    spec = _map(F32_FTZ, [16, 16], [16, 16])
-    cases.append(_case("f32_ftz", spec, (0, 0), 0, True, 461))
+            spec = tensor_map(kind, [per_row, 16], [per_row, 16], fill=fill)
+            cases.append(copy_case(f"{name}_fill_{fill}", spec, (per_row // 2, 1), 0, False, 451, values))
+    spec = tensor_map(TF32, [16, 16], [16, 16])
+    cases.append(copy_case("tf32", spec, (0, 0), 0, True, 460))
+    spec = tensor_map(F32_FTZ, [16, 16], [16, 16])
+    cases.append(copy_case("f32_ftz", spec, (0, 0), 0, True, 461))
     return cases
 
 
 def fault_cases() -> list[Case]:
     """Copies that may fault: by alignment and sign of coordinates, by alignment in shared memory."""
     cases = []
-    plain, swizzled = _map(U8, [128, 16], [32, 8]), _map(U8, [128, 16], [32, 8], swizzle=3)
-    wide = _map(F16, [64, 16], [16, 8])
+    plain, swizzled = tensor_map(U8, [128, 16], [32, 8]), tensor_map(U8, [128, 16], [32, 8], swizzle=3)
+    wide = tensor_map(F16, [64, 16], [16, 8])
     variants = [("column", plain, (x, 2), 0) for x in (1, 4, 8, 16, 24, 112, 120, 128)]
     variants += [("column f16", wide, (x, 2), 0) for x in (1, 4, 8, 12)]
     variants += [
@@ -195,17 +195,17 @@ def fault_cases() -> list[Case]:
     ]
     variants += [("shared", plain, (0, 0), offset) for offset in (16, 32, 64, 128)]
     variants += [("shared swizzled", swizzled, (0, 0), offset) for offset in (128, 256, 384, 512, 1024)]
-    variants += [("1d", _map(U8, [128], [32]), (x,), 0) for x in (0, 8, 16, 120)]
+    variants += [("1d", tensor_map(U8, [128], [32]), (x,), 0) for x in (0, 8, 16, 120)]
     for name, spec, coordinates, offset in variants:
         for store in (False, True):
-            case = _case(f"{name} {coordinates} {offset}", spec, coordinates, offset, store, 480)
+            case = copy_case(f"{name} {coordinates} {offset}", spec, coordinates, offset, store, 480)
             cases.append(replace(case, keep=STATUS))
     return cases
 
 
 def acceptance_specs() -> list[TensorMapSpec]:
     """Maps at and beyond each limit, and random mixtures. ``argument`` is an offset from an aligned base."""
-    good = _map(F16, [128, 64], [64, 32], 3, argument=0)
+    good = tensor_map(F16, [128, 64], [64, 32], 3, argument=0)
     specs = [good]
     changes: list[dict] = [{"argument": offset} for offset in (1, 8, 16, 32)]
     changes += [{"strides": (value,)} for value in (0, 8, 128, 264, 256, 1 << 39, (1 << 40) - 16, 1 << 40)]
@@ -268,8 +268,8 @@ def acceptance_specs() -> list[TensorMapSpec]:
             )
         )
     for rows in (912, 913, 928, 960, 1020):  # boxes of 228 KiB and more
-        specs.append(_map(U8, [256, 1024, 4], [256, rows // 4, 4], argument=0))
-    specs.append(_map(U8, [256, 1024, 4], [240, 243, 4], argument=0))
+        specs.append(tensor_map(U8, [256, 1024, 4], [256, rows // 4, 4], argument=0))
+    specs.append(tensor_map(U8, [256, 1024, 4], [240, 243, 4], argument=0))
     specs += [replace(good, swizzle=swizzle, box=(8, 256), interleave=0) for swizzle in range(4)]
     return specs
 
