@@ -1052,6 +1052,7 @@ DEVICE void finish_row(const Params& p, u32 smem, u32 buffer, u32 transfers, con
     const u32 parity = (transfers - 1) / PULL_BUFFERS % 2;
     const u64 tiles = tiles_of_row(p, row.pool_row);
     wait_for_phase(p, pulled, parity, ROLE_DISPATCH, AWAITED_PULLED_ROW, 0);
+#pragma unroll 2
     for (u32 i = lane; i < PULL_BYTES / 16; i += 32) {
         store_global_16(place_of_chunk(tiles, row.pool_row % BLOCK_M, i), load_shared_16(source + i * 16));
     }
@@ -1059,8 +1060,8 @@ DEVICE void finish_row(const Params& p, u32 smem, u32 buffer, u32 transfers, con
     count_row_in(p, row.pool_row, lane);
 }
 
-// Pulls the rows after the first ones, in expert order, dealt out over the SMs; one row travels while the one
-// before is stored.
+// Pulls the rows after the first ones, in expert order, dealt out over the SMs.
+// One row travels while the one before is stored.
 DEVICE void pull_rows(const Params& p, u32 smem, const u32* recv_count, u32 bank, u32 lane) {
     RowInFlight previous;
     RowInFlight current;
@@ -1108,10 +1109,10 @@ DEVICE void dispatch_role(const Params& p, u32 smem, u32 lane) {
 // waits for the rows of a block (L1: pulled tokens, L2: all L1 tiles of the block) and for empty stages, and
 // hands tiles to the math and combine roles.
 
-// False once the token loader has stopped: then nobody empties stages any more.
+// False once the token loader has stopped, or a role has given up on a phase: nobody empties stages any more.
 DEVICE bool wait_unless_stopped(u32 smem, u32 barrier, u32 parity) {
     while (!mbarrier_try_wait(barrier, parity)) {
-        if (role_stopped(smem)) return false;
+        if (role_stopped(smem) || load_relaxed_shared(cta_flag(smem, CTA_FLAG_STUCK)) != 0) return false;
     }
     return true;
 }

@@ -64,7 +64,7 @@ AWAITED_TEXT = {
     Awaited.FULL_STAGE: "the data of pipeline stage {peer}",
     Awaited.EMPTY_STAGE: "the release of pipeline stage {peer}",
     Awaited.TILE_TASK: "tile slot {peer}",
-    Awaited.PULLED_ROW: "a token row pulled from rank {peer}",
+    Awaited.PULLED_ROW: "a token row that is on its way",
     Awaited.NUM_TOKENS_IN_RANGE: "num_tokens within max_tokens",
     Awaited.TILE_NUMBER: "the next tile's number",
 }

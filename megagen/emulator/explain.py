@@ -91,7 +91,7 @@ def _indices(region: Region, offset: int) -> list[int]:
 
 
 def _places(line: str, source: list[str], ptx: str) -> str:
-    """Each PTX line with what is quoted of it becomes the calls that led there, and a line of the outer one."""
+    """Each quoted PTX line becomes the calls that led there, and a line of the outermost one."""
     text, rest = "", line
     while found := _PTX_LINE.search(rest):
         quoted = f"{source[int(found[2]) - 1].strip()})" if found[2] else ""

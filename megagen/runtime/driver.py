@@ -102,8 +102,8 @@ def _index_of(device: torch.device | str | int) -> int:
 
 @contextmanager
 def current(gpu: Gpu) -> Iterator[None]:
-    """The GPU's context, the one that torch uses, is current in this thread; afterwards again what was before,
-    if anything, since torch's current device follows it."""
+    """Makes the GPU's context, the one that torch uses, current in this thread; afterwards what was before is
+    current again, since torch's current device follows it."""
     before = call("cuCtxGetCurrent")
     call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", gpu.index)))
     try:

@@ -32,6 +32,8 @@ class FormTable {
   struct Row {
     const Form* form;
     std::vector<Slot> slots;
+    /// One entry per slot into `out`. `ordered`: the modifiers must stand in the ISA's order.
+    bool match(const std::vector<std::string>& modifiers, bool ordered, std::vector<std::string>& out) const;
   };
   const std::vector<Row>* rows(const std::string& opcode) const;
   std::vector<std::string> patterns() const;
