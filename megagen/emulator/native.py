@@ -134,6 +134,7 @@ class Options(ctypes.Structure):
         ("collectives_order", ctypes.c_int32),
         ("watchdog", ctypes.c_int32),
         ("timeline", ctypes.c_int32),
+        ("step_clock", ctypes.c_int32),
         ("proxy", ctypes.c_int32),
         ("compute_capability", ctypes.c_int32),
         ("shared_per_sm", ctypes.c_uint32),

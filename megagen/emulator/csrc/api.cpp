@@ -37,7 +37,7 @@ extern "C" {
 struct emulator_options {
   int32_t ranks, sms;
   uint64_t seed, max_steps;
-  int32_t races, collectives_order, watchdog, timeline, proxy;
+  int32_t races, collectives_order, watchdog, timeline, step_clock, proxy;
   int32_t compute_capability;
   uint32_t shared_per_sm, shared_per_cta, registers, threads_per_sm;
 };
@@ -57,6 +57,7 @@ Machine* emulator_create(const emulator_options* o) {
     options.collectives_order = o->collectives_order;
     options.watchdog = o->watchdog;
     options.timeline = o->timeline;
+    options.step_clock = o->step_clock;
     options.proxy = static_cast<ProxyCheck>(o->proxy);
     options.arch.compute_capability = o->compute_capability;
     options.arch.shared_per_sm = o->shared_per_sm;

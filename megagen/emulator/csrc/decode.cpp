@@ -109,14 +109,10 @@ class ModuleDecoder final : public Decoder {
       shared_ = common_shared;
       lay_out(*f);
     }
-    for (size_t k = 0; k < m_.functions.size(); ++k) {
-      if (m_.functions[k]->defined) body(*m_.functions[k], p_.functions[k]);
-    }
+    bodies();
     refuse_recursion();
     for (auto& [function, uses] : setmaxnreg_)
       p_.functions[static_cast<size_t>(function)].uses_setmaxnreg = uses;
-    p_.register_bytes = registers_;
-    p_.predicates = predicates_;
     p_.local_bytes = align_up(local_, 16);
     return std::move(p_);
   }
@@ -521,6 +517,22 @@ class ModuleDecoder final : public Decoder {
     if (!r || r->kind != Ref::Predicate) unsupported("the guard `" + ast->guard + "` isn't a predicate");
     i.guard = static_cast<int32_t>(r->off);
     i.guard_not = ast->guard_negated;
+  }
+
+  /// Functions first: each has registers of its own. An entry's come after them, and as a warp runs one entry
+  /// alone, those of all entries share their places.
+  void bodies() {
+    for (const bool entries : {false, true}) {
+      const uint32_t registers = registers_, predicates = predicates_;
+      for (size_t k = 0; k < m_.functions.size(); ++k) {
+        const AstFunction& f = *m_.functions[k];
+        if (f.entry != entries || !f.defined) continue;
+        if (entries) registers_ = registers, predicates_ = predicates;
+        body(f, p_.functions[k]);
+        p_.functions[k].register_bytes = registers_;
+        p_.functions[k].predicates = predicates_;
+      }
+    }
   }
 
   void body(const AstFunction& f, FunctionInfo& info) {

@@ -298,11 +298,11 @@ uint64_t special_value(const Exec& x, const Instr& i, int lane) {
     case Special::LanemaskGt:
       return ~(lane_bit | (lane_bit - 1));
     case Special::Clock:
-      return static_cast<uint32_t>(x.m.time_ns);
+      return static_cast<uint32_t>(x.m.clock());
     case Special::ClockHi:
-      return x.m.time_ns >> 32;
+      return x.m.clock() >> 32;
     case Special::Clock64:
-      return x.m.time_ns;
+      return x.m.clock();
     case Special::GlobalTimer:
       return x.m.time_ns;
     case Special::GlobalTimerLo:

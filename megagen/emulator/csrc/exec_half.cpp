@@ -76,18 +76,20 @@ void extreme(Exec& x, const Instr& i) {
   two(x, i,
       [f = format_of(i.type), how](uint16_t a, uint16_t b) { return half_extremum(a, b, f, kMax, how); });
 }
-uint16_t flushed(uint16_t a, Format f, bool ftz) {
-  return ftz ? static_cast<uint16_t>(encode(half_operand(a, f, true), f)) : a;
+/// A change of the sign bit; an H200 answers any NaN with the canonical one.
+template <class F>
+void sign(Exec& x, const Instr& i, F f) {
+  one(x, i, [&, format = format_of(i.type), ftz = (i.flags & kFtz) != 0](uint16_t a) -> uint16_t {
+    const double value = half_operand(a, format, ftz);
+    if (std::isnan(value)) return 0x7FFF;
+    return static_cast<uint16_t>(f(ftz ? encode(value, format) : a));
+  });
 }
 void neg(Exec& x, const Instr& i) {
-  one(x, i, [f = format_of(i.type), ftz = (i.flags & kFtz) != 0](uint16_t a) {
-    return static_cast<uint16_t>(flushed(a, f, ftz) ^ 0x8000);
-  });
+  sign(x, i, [](uint32_t a) { return a ^ 0x8000; });
 }
 void abs(Exec& x, const Instr& i) {
-  one(x, i, [f = format_of(i.type), ftz = (i.flags & kFtz) != 0](uint16_t a) {
-    return static_cast<uint16_t>(flushed(a, f, ftz) & 0x7FFF);
-  });
+  sign(x, i, [](uint32_t a) { return a & 0x7FFF; });
 }
 void ex2(Exec& x, const Instr& i) {
   one(x, i, [f = format_of(i.type), ftz = (i.flags & kFtz) != 0](uint16_t a) {

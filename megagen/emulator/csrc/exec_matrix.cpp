@@ -450,20 +450,23 @@ FormList matrix_forms() {
 
 /// Marks instructions (but copies and wgmma itself) that access registers of a wgmma.
 void mark_wgmma_registers(Program& p) {
-  std::set<uint32_t> used;
-  for (const Instr& i : p.code) {
-    if (i.fn != mma_async) continue;
-    for (uint32_t k = 0; k < i.extra_count; ++k) used.insert(p.extra[i.extra + k].off);
-  }
-  if (used.empty()) return;
-  for (Instr& i : p.code) {
-    const std::string pattern = i.form ? i.form->pattern : "";
-    if (i.fn == mma_async || pattern.rfind("mov", 0) == 0) continue;
+  for (const FunctionInfo& f : p.functions) {  // a function sees its own registers only
+    std::set<uint32_t> used;
+    for (int k = f.start; k < f.end; ++k) {
+      const Instr& i = p.code[static_cast<size_t>(k)];
+      if (i.fn != mma_async) continue;
+      for (uint32_t e = 0; e < i.extra_count; ++e) used.insert(p.extra[i.extra + e].off);
+    }
     const auto touches = [&](const Ref& r) {
       return r.kind == Ref::Value && r.bank == 0 && used.count(r.off);
     };
-    for (const Ref& r : i.op) i.touches_wgmma |= touches(r);
-    for (uint32_t k = 0; k < i.extra_count; ++k) i.touches_wgmma |= touches(p.extra[i.extra + k]);
+    for (int k = f.start; !used.empty() && k < f.end; ++k) {
+      Instr& i = p.code[static_cast<size_t>(k)];
+      const std::string pattern = i.form ? i.form->pattern : "";
+      if (i.fn == mma_async || pattern.rfind("mov", 0) == 0) continue;
+      for (const Ref& r : i.op) i.touches_wgmma |= touches(r);
+      for (uint32_t e = 0; e < i.extra_count; ++e) i.touches_wgmma |= touches(p.extra[i.extra + e]);
+    }
   }
 }
 

@@ -290,12 +290,13 @@ void Machine::start_cta(Grid& g, Cluster& cluster, uint32_t slot, int sm, uint32
     f->mask = w->live;
     f->pc = g.entry->start;
     w->fragments.push_back(std::move(f));
-    w->registers = aligned(w->register_store, p.register_bytes);
-    w->shadow = aligned(w->shadow_store, p.register_bytes);
-    memset(w->shadow, 0xFF, p.register_bytes);
-    w->undefined.assign(p.register_bytes / 128 + 1, kAllLanes);
-    w->predicates.assign(p.predicates, 0);
-    w->predicate_undefined.assign(p.predicates, kAllLanes);
+    const uint32_t register_bytes = g.entry->register_bytes, predicates = g.entry->predicates;
+    w->registers = aligned(w->register_store, register_bytes);
+    w->shadow = aligned(w->shadow_store, register_bytes);
+    memset(w->shadow, 0xFF, register_bytes);
+    w->undefined.assign(register_bytes / 128 + 1, kAllLanes);
+    w->predicates.assign(predicates, 0);
+    w->predicate_undefined.assign(predicates, kAllLanes);
     w->predicates[0] = kAllLanes;
     w->predicate_undefined[0] = 0;
     w->local.resize(static_cast<size_t>(p.local_bytes) * kLanes);
@@ -324,6 +325,12 @@ Agent Machine::agent(Cta& cta, AgentKind kind, uint64_t index) {
 
 uint32_t& Machine::agent_count(Agent a) { return slot_counts[slot_of(a)][a & ((1u << kLocalBits) - 1)]; }
 
+void Warp::release_memory() {
+  const auto release = [](auto&... stores) { ((stores = std::decay_t<decltype(stores)>()), ...); };
+  release(register_store, shadow_store, undefined, predicates, predicate_undefined, local, local_undefined,
+          clocks, fences);
+}
+
 void Machine::retire_cta(Cta& cta) {
   if (cta.async_in_flight) {
     fail(ErrorKind::MemoryFault,
@@ -346,11 +353,7 @@ void Machine::retire_cta(Cta& cta) {
   if (--cluster.live_ctas > 0) return;
   for (Cta* c : cluster.ctas) {
     c->shared->mbarriers.clear();
-    for (auto& w : c->warps) {  // reports may still name the warp, but nobody looks at its registers
-      w->register_store = w->shadow_store = w->local = w->local_undefined = {};
-      w->undefined = {};
-      w->fences = {};
-    }
+    for (auto& w : c->warps) w->release_memory();
     retired.push_back(std::move(slots[c->slot]));
   }
   if (++g.done_clusters == g.clusters) finish_grid(g);

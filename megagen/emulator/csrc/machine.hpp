@@ -174,6 +174,8 @@ struct Warp {
   uint32_t wgmma_groups = 0;
   uint64_t wgmma_issued = 0;
   bool wgmma_touched = true;  // a register of a wgmma was accessed since the last wgmma.fence
+
+  void release_memory();  // of a warp whose CTA has ended: reports may still name it, nobody reads its state
 };
 
 struct NamedBarrier {
@@ -252,6 +254,7 @@ struct Options {
   uint64_t seed = 0;
   uint64_t max_steps = 0;  // warp instructions; 0: no limit
   bool races = true, watchdog = false, timeline = false;
+  bool step_clock = false;  // %clock counts the machine's warp instructions, not virtual nanoseconds
   bool collectives_order =
       false;  // shfl, vote and other warp collectives also order memory among their lanes
   ProxyCheck proxy = ProxyCheck::Error;
@@ -310,6 +313,7 @@ struct Machine {
   bool probe();
   void retire_cta(Cta& cta);
   void progress() { ++progress_count; }
+  uint64_t clock() const { return options.step_clock ? counters.instructions : time_ns; }  // of %clock
 
   // Memory (memory.cpp).
   Region* global_region(uint64_t address) const;

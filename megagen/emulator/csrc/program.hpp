@@ -120,6 +120,7 @@ struct FunctionInfo {
   uint32_t maxntid[3] = {0, 0, 0}, reqntid[3] = {0, 0, 0}, cluster[3] = {0, 0, 0};
   uint32_t maxnreg = 0, minnctapersm = 0;
   uint32_t static_shared = 0;  // bytes, of this function and all that it may call
+  uint32_t register_bytes = 0, predicates = 0;  // entry: of a warp that runs it, with all functions' own
   uint32_t shared_align = 16;
   bool uses_setmaxnreg = false;
 };
@@ -158,7 +159,7 @@ struct Program {
   };
   std::vector<SymbolUse> symbol_uses;
   std::vector<uint8_t> constants;  // bank 1: 32-lane broadcasts
-  uint32_t register_bytes = 0, predicates = 0, local_bytes = 0, static_shared = 0;
+  uint32_t local_bytes = 0, static_shared = 0;
   bool dynamic_shared = false;
   bool uses_wgmma = false;
   std::string text, target;

@@ -348,7 +348,6 @@ void Machine::run_warp(Warp& w) {
          w.predicate_undefined.data()};
   const Instr* code = p.code.data();
   current_warp = &w;
-  uint64_t executed = 0;
   while (f && quantum--) {
     const Instr& i = code[f->pc++];
     Mask mask = f->mask;
@@ -361,7 +360,7 @@ void Machine::run_warp(Warp& w) {
       }
       mask &= i.guard_not ? ~x.pred[i.guard] : x.pred[i.guard];
     }
-    ++executed;
+    ++counters.instructions;
     if (mask) {
       w.wgmma_touched |= i.touches_wgmma;
       x.mask = mask;
@@ -377,7 +376,6 @@ void Machine::run_warp(Warp& w) {
     }
     if (w.fragments.size() > 1) f = reconverge(w, f);
   }
-  counters.instructions += executed;
   current = nullptr;
   current_warp = nullptr;
   if (w.live == 0) {
