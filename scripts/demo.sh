@@ -12,19 +12,13 @@ megagen() {
     echo "\$ megagen $*"
     "$PYTHON" -m megagen "$@"
 }
-has_command() {
-    "$PYTHON" -m megagen "$1" --help >/dev/null 2>&1
-}
-
 megagen plan "${layer[@]}" --tokens 64
 megagen generate "${layer[@]}" --tokens 64 --out "$out" --compile
 megagen inspect "$out"
 
-if nvidia-smi --list-gpus 2>/dev/null | grep -q GPU && has_command run; then
+if nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; then
     megagen run "${layer[@]}" --tokens 64
-elif has_command emulate; then
-    megagen emulate "${layer[@]}" --tokens 7 --seed 0
 else
-    echo
-    echo "No GPU here: the kernel in $out was planned, generated and compiled, but nothing was executed."
+    megagen emulate "${layer[@]}" --ranks 2 --tokens 64,7 --sms 4 --seed 0 --timeline "$out/timeline.json"
+    echo "What each role did and waited for: open $out/timeline.json in https://ui.perfetto.dev"
 fi

@@ -35,7 +35,8 @@ def two_gpus(monkeypatch):
 
 
 def invoke(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    # The tables adapt to the terminal's width, whatever that is here.
+    result = CliRunner(env={"COLUMNS": "160"}).invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
     return result
 

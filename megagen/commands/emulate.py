@@ -125,7 +125,7 @@ def _run(case: "Case", timeline: Path | None = None) -> dict[str, Any]:
     from megagen.emulator.cases import check, prepare
 
     start = time.monotonic()
-    layer = prepare(case)
+    layer = prepare(case, step_clock=timeline is not None)
     with _progress(case, layer):
         verdict = check(case, layer)
     if timeline is not None:

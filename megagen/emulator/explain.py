@@ -19,6 +19,7 @@ SHARED_BASE = 1024
 """Shared address at which dynamic shared memory starts: the hardware keeps the first KiB."""
 
 _RANK = re.compile(r"rank (\d+) SM \d+")
+_SPEAKER = re.compile(r"(?=\brank \d+ SM \d)")
 _WARP = re.compile(r"(\bwarp )(\d+)\b(?! of)")
 _MBARRIER = re.compile(r"mbarrier at shared address 0x([0-9a-f]+)")
 _BUFFER = re.compile(r"(buffer \d+ of rank \d+) \([^)]*\) \+ (\d+)")
@@ -42,17 +43,20 @@ class Words(NamedTuple):
 
 
 def explain(message: str, words: Words) -> str:
-    """The message with names instead of numbers, line by line."""
-    return "\n".join(_explain_line(line, words) for line in message.splitlines())
+    """The message with names instead of numbers."""
+    return "".join(_explain_part(part, words) for part in _SPEAKER.split(message))
 
 
-def _explain_line(line: str, words: Words) -> str:
-    rank = _RANK.search(line)
-    plan, source, ptx = words.kernels[int(rank[1]) if rank else 0]
-    line = _WARP.sub(lambda m: f"{m[0]} ({_role(plan, int(m[2]))})", line)
-    line = _MBARRIER.sub(lambda m: f"mbarrier {_shared_name(plan, int(m[1], 16))}", line)
-    line = _BUFFER.sub(lambda m: _buffer_name(m[1], int(m[2]), words.buffers), line)
-    return _places(line, source.splitlines(), ptx)
+def _explain_part(part: str, words: Words) -> str:
+    """From the place where a message names an SM to the next such place."""
+    part = _BUFFER.sub(lambda m: _buffer_name(m[1], int(m[2]), words.buffers), part)
+    rank = _RANK.match(part)
+    if rank is None or int(rank[1]) >= len(words.kernels):
+        return part
+    plan, source, ptx = words.kernels[int(rank[1])]
+    part = _WARP.sub(lambda m: f"{m[0]} ({_role(plan, int(m[2]))})", part)
+    part = _MBARRIER.sub(lambda m: f"mbarrier {_shared_name(plan, int(m[1], 16))}", part)
+    return _places(part, source.splitlines(), ptx)
 
 
 def _role(plan: KernelPlan, warp: int) -> str:

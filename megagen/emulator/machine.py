@@ -14,7 +14,8 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -106,6 +107,36 @@ class Wait:
     end: int
 
 
+class _Native:
+    """The C++ machine with all its memory. Host views refer to it too, so that none outlives its memory."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __del__(self) -> None:
+        native.library().emulator_destroy(self.handle)
+
+
+class _Life:
+    """What a machine shares with its buffers and modules: the C++ machine, until it is closed."""
+
+    def __init__(self, handle: int) -> None:
+        self._native: _Native | None = _Native(handle)
+
+    @property
+    def native(self) -> _Native:
+        if self._native is None:
+            raise EmulatorError("this machine has been closed; make a new one")
+        return self._native
+
+    @property
+    def handle(self) -> int:
+        return self.native.handle
+
+    def end(self) -> None:
+        self._native = None
+
+
 class Buffer:
     """Global memory of one rank, guarded on both sides.
 
@@ -113,18 +144,23 @@ class Buffer:
     """
 
     def __init__(
-        self, machine: Machine, handle: int, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+        self, life: _Life, handle: int, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> None:
-        self._machine, self._handle = machine, handle
+        self._life, self._handle = life, handle
         self.rank, self.shape, self.dtype = rank, shape, dtype
-        self.ptr: int = native.library().emulator_address(handle)
+        self.ptr: int = native.library().emulator_address(self._region)
         """Address, valid on every rank."""
         self.nbytes = math.prod(shape) * dtype.itemsize
         self._must_be_defined = False
 
+    @property
+    def _region(self) -> int:
+        assert self._life.native  # raises if the machine is closed
+        return self._handle
+
     def _bytes(self, address: int) -> NDArray[np.uint8]:
         memory = (ctypes.c_uint8 * self.nbytes).from_address(address)
-        setattr(memory, "machine", self._machine)  # noqa: B010 (a view keeps the machine and its memory alive)
+        setattr(memory, "native", self._life.native)  # noqa: B010 (a view keeps its memory alive)
         return np.ctypeslib.as_array(memory)
 
     @property
@@ -136,12 +172,12 @@ class Buffer:
     @property
     def view(self) -> NDArray[Any]:
         """The contents, for reading: what is undefined stays undefined."""
-        return self._bytes(native.library().emulator_data(self._handle)).view(self.dtype).reshape(self.shape)
+        return self._bytes(native.library().emulator_data(self._region)).view(self.dtype).reshape(self.shape)
 
     @property
     def undefined_bits(self) -> NDArray[np.uint8]:
         """Per byte of the buffer, a mask of its undefined bits."""
-        return self._bytes(native.library().emulator_undefined(self._handle))
+        return self._bytes(native.library().emulator_undefined(self._region))
 
     def expect_defined(self) -> Buffer:
         """Declare this an output: after every run, an undefined byte in it is an UninitializedUse."""
@@ -150,7 +186,7 @@ class Buffer:
 
     def free(self) -> None:
         """Later accesses by kernels are faults; the host's views stay valid."""
-        native.library().emulator_free(self._handle)
+        native.library().emulator_free(self._region)
 
     def _check_defined(self) -> None:
         undefined = np.flatnonzero(self.undefined_bits)
@@ -158,7 +194,7 @@ class Buffer:
             return
         first = int(undefined[0])
         index = np.unravel_index(first // self.dtype.itemsize, self.shape)
-        writer = native.library().emulator_last_writer(self._machine._handle, self._handle, first).decode()
+        writer = native.library().emulator_last_writer(self._life.handle, self._handle, first).decode()
         raise UninitializedUse(
             f"the output buffer of rank {self.rank}, shape {self.shape}: {len(undefined)} bytes are "
             f"undefined after the run, the first in element {tuple(int(i) for i in index)}, "
@@ -176,8 +212,13 @@ class _Parameter:
 class Module:
     """A loaded PTX module. Every rank has its own copy of the module's variables."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, life: _Life, handle: int) -> None:
+        self._life, self._module = life, handle
+
+    @property
+    def _handle(self) -> int:
+        assert self._life.native  # raises if the machine is closed
+        return self._module
 
     def _parameters(self, entry: str) -> list[_Parameter]:
         lib = native.library()
@@ -214,6 +255,11 @@ class Machine:
         watchdog: let virtual time pass in waits that look at a clock, so that a kernel's own watchdog fires,
             instead of reporting a Deadlock at once.
         timeline: record every wait, for ``timeline()``.
+        step_clock: ``%clock``, ``%clock_hi`` and ``%clock64`` count the machine's warp instructions, so that
+            what a kernel measures with them is work; otherwise they are virtual nanoseconds, which pass
+            only while everybody waits. ``%globaltimer`` is the latter always.
+
+    A machine is also a context manager that closes it.
     """
 
     def __init__(
@@ -229,6 +275,7 @@ class Machine:
         collectives_order: bool = False,
         watchdog: bool = False,
         timeline: bool = False,
+        step_clock: bool = False,
     ) -> None:
         self.arch = ARCHS[arch] if isinstance(arch, str) else arch
         self.ranks, self.sms = ranks, sms
@@ -246,6 +293,7 @@ class Machine:
             collectives_order=collectives_order,
             watchdog=watchdog,
             timeline=timeline,
+            step_clock=step_clock,
             proxy=_PROXY[proxy],
             compute_capability=10 * self.arch.compute_capability[0] + self.arch.compute_capability[1],
             shared_per_sm=233472,
@@ -253,11 +301,27 @@ class Machine:
             registers=self.arch.registers,
             threads_per_sm=2048,
         )
-        self._handle = self._checked(self._lib.emulator_create(ctypes.byref(options)))
+        self._life = _Life(self._checked(self._lib.emulator_create(ctypes.byref(options))))
 
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            self._lib.emulator_destroy(self._handle)
+    @property
+    def _handle(self) -> int:
+        return self._life.handle
+
+    def close(self) -> None:
+        """Free the machine's memory now, but for what host views of its buffers still show.
+
+        Its buffers and modules can't be used any more.
+        """
+        self._life.end()
+        self._buffers.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _raise(self) -> None:
         raise _ERRORS[max(0, self._lib.emulator_error_kind())](
@@ -277,9 +341,8 @@ class Machine:
             UnsupportedInstruction: a form that isn't implemented, with its line and PTX ISA section.
             EmulatorError: text that can't be parsed.
         """
-        return Module(
-            self._checked(self._lib.emulator_load(self._handle, ptx.encode(), (source or "").encode()))
-        )
+        handle = self._lib.emulator_load(self._handle, ptx.encode(), (source or "").encode())
+        return Module(self._life, self._checked(handle))
 
     def alloc(self, rank: int, shape: Dimensions, dtype: DTypeLike = np.uint8, align: int = 256) -> Buffer:
         """Global memory on a rank; undefined until written.
@@ -298,7 +361,7 @@ class Machine:
         handle = self._checked(
             self._lib.emulator_allocate(self._handle, rank, nbytes, align, name.encode(), 0)
         )
-        buffer = Buffer(self, handle, rank, dims, kind)
+        buffer = Buffer(self._life, handle, rank, dims, kind)
         self._buffers.append(buffer)
         return buffer
 

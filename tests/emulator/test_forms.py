@@ -23,7 +23,6 @@ NO_RECORD = {
     "brkpt": "ends the kernel",
     "createpolicy(.cvt)": "its operand is opaque",
     "rcp(.approx)(.ftz)(.f64)": "the ISA leaves its low bits open",
-    "(.exch){.L2::cache_hint}(.u32": "a spelling that the assembler refuses",
     "stmatrix(.sync)(.aligned)(.x1|": "another spelling of the same instruction",
     "bar{.cta}(.sync|.arrive)": "compiled from __syncthreads in most cases",
     "bar(.warp)(.sync)": "compiled from __syncwarp",
@@ -81,6 +80,7 @@ def test_reductions_of_floats():
     "store",
     [
         "stmatrix.sync.aligned.x1.m8n8.trans.shared.b16 [%r3], {%r4};",
+        "stmatrix.sync.aligned.x1.trans.m8n8.shared.b16 [%r3], {%r4};",
         "stmatrix.sync.aligned.x1.m8n8.shared.b16.trans [%r3], {%r4};",
     ],
 )

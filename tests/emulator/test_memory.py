@@ -151,7 +151,7 @@ def test_more_atomics() -> None:
     .reg .b128 %q<4>;
     mov.b128 %q0, {%rd1, %rd2};
     red.global.inc.u32 [%a0], 100;
-    atom.global.exch.u32 %r0, [%a0+4], 5;
+    atom.global.exch.b32 %r0, [%a0+4], 5;
     atom.global.add.noftz.bf16x2 %r1, [%a0+8], %r9;
     atom.global.add.v2.f32 {%f0, %f1}, [%a0+16], {0f3F800000, 0f40000000};
     atom.global.max.noftz.v2.f16 {%h0, %h1}, [%a0+24], {%h2, %h3};

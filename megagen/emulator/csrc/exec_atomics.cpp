@@ -210,10 +210,9 @@ constexpr const char* kRed = "Parallel Synchronization and Communication Instruc
 
 const Form kForms[] = {
     {"atom" SEM "(.and|.or|.xor|.exch)" HINT "(.b32|.b64)", kAtom, decode},
-    {"atom" SEM "(.cas)" HINT "(.b16|.b32|.b64|.u32|.u64|.s32)", kAtom, decode},
+    {"atom" SEM "(.cas)" HINT "(.b16|.b32|.b64)", kAtom, decode},
     {"atom" SEM "(.exch|.cas)" HINT "(.b128)", kAtom, decode},
     {"atom" SEM "(.add)" HINT "(.u32|.s32|.u64|.s64|.f32|.f64)", kAtom, decode},
-    {"atom" SEM "(.exch)" HINT "(.u32|.s32|.u64|.f32)", kAtom, decode},
     {"atom" SEM "(.inc|.dec)" HINT "(.u32)", kAtom, decode},
     {"atom" SEM "(.min|.max)" HINT "(.u32|.s32|.u64|.s64)", kAtom, decode},
     {"atom" SEM "(.add)(.noftz)" HINT "(.f16|.f16x2|.bf16|.bf16x2)", kAtom, decode},

@@ -380,8 +380,6 @@ const Form kForms[] = {
      decode_matrix},
     {"stmatrix(.sync)(.aligned)(.m8n8)(.x1|.x2|.x4){.trans}{.shared|.shared::cta}(.b16)", kMatrix,
      decode_matrix},
-    {"stmatrix(.sync)(.aligned)(.x1|.x2|.x4)(.m8n8){.trans}{.shared|.shared::cta}(.b16)", kMatrix,
-     decode_matrix},
     {"stmatrix(.sync)(.aligned)(.x1|.x2|.x4)(.m8n8)(.shared|.shared::cta)(.b16)(.trans)", kMatrix,
      decode_matrix},
     {"movmatrix(.sync)(.aligned)(.m8n8)(.trans)(.b16)", "Warp Level Matrix Instructions: movmatrix",
