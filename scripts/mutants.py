@@ -34,8 +34,8 @@ from megagen.protocol import STATUS_FIELDS
 from megagen.render import ENTRY, render
 from megagen.shape import MoEShape
 
-sys.path.insert(0, str(Path(__file__).parent))
-from mutation import Mutant, enumerate_mutants
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scripts.mutation import Mutant, enumerate_mutants
 
 CLAIMS = Path(__file__).with_name("equivalent_mutants.toml")
 SHAPE = MoEShape(hidden=384, intermediate=256, experts=4, top_k=4)
@@ -170,12 +170,17 @@ def compile_ptx(source: str) -> str:
 
 
 class Bench:
-    """Runs of a variant, and what the unmutated kernel does in them."""
+    """Runs of a variant, and what the unmutated kernel does in them.
+
+    Attributes:
+        source: the unmutated kernel's.
+        expected: by scenario, the status blocks that it leaves.
+    """
 
     def __init__(self, variant: Variant, scenarios: Sequence[Scenario] = SCENARIOS) -> None:
         self.variant, self.scenarios = variant, scenarios
         self.source = render(variant.plan)
-        self._expected: dict[str, list[dict[str, int]]] = {}
+        self.expected: dict[str, list[dict[str, int]]] = {}
         self._steps: dict[str, int] = {}
         self._bystanders = compile_ptx(BYSTANDERS)
         kernel = self.kernel(self.source)
@@ -184,7 +189,7 @@ class Bench:
             if problem is not None:
                 raise SystemExit(f"the unmutated kernel, {variant.name}, {scenario.name}: {problem}")
             self._steps[scenario.name] = layer.machine.report().instructions
-            self._expected[scenario.name] = status
+            self.expected[scenario.name] = status
 
     def kernel(self, source: str) -> Kernel:
         return Kernel(self.variant.plan, source, compile_ptx(source), ENTRY)
@@ -208,8 +213,8 @@ class Bench:
             except EmulatorError as error:
                 by, message = type(error).__name__, str(error)
                 return replace(outcome, heap=CAUGHT, by=by, scenario=scenario.name, message=message[:600])
-            if problem is None and status != self._expected[scenario.name]:
-                problem = f"status {status} instead of {self._expected[scenario.name]}"
+            if problem is None and status != self.expected[scenario.name]:
+                problem = f"status {status} instead of {self.expected[scenario.name]}"
             if problem is not None:
                 by = "wrong result"
                 return replace(outcome, heap=CAUGHT, by=by, scenario=scenario.name, message=problem[:600])

@@ -41,10 +41,10 @@ def chrome_trace(ranks: Sequence[RankTrace], clock: Clock) -> dict[str, Any]:
     """The trace-event format: a process per rank, a thread per warp, an event per state.
 
     Args:
-        clock: "ns" for the global timer of a GPU, in microseconds of the trace; "sm" for the SM's clock, a
-            thousand ticks of it per microsecond of the trace.
+        clock: "ns" for the global timer of a GPU, in microseconds of the trace; "sm" for the SM's clock (on
+            the emulator: warp instructions of all SMs together), a thousand ticks per microsecond.
     """
-    first = min((start for rank in ranks for start in _starts(rank.records, clock)), default=0)
+    first = _earliest([start for rank in ranks for start in _starts(rank.records, clock)])
     events: list[dict[str, Any]] = []
     for number, rank in enumerate(ranks):
         events.append(_name("process_name", number, 0, f"rank {number}"))
@@ -63,6 +63,14 @@ def chrome_trace(ranks: Sequence[RankTrace], clock: Clock) -> dict[str, Any]:
 def _starts(records: np.ndarray, clock: Clock) -> list[int]:
     used = records[records[..., _STATE_WORD] != 0]
     return used[..., _CLOCK_WORD[clock]].tolist()
+
+
+def _earliest(starts: Sequence[int]) -> int:
+    """Of times that count modulo 2^32 and lie less than 2^31 apart."""
+    if not starts:
+        return 0
+    before = min((start - starts[0] + 2**31) % 2**32 - 2**31 for start in starts)
+    return (starts[0] + before) % 2**32
 
 
 def _spans(records: np.ndarray, clock: Clock, first: int) -> Iterator[dict[str, Any]]:

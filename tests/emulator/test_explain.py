@@ -45,11 +45,8 @@ def test_a_missing_arrival_names_its_barrier_and_who_waits(broken: Callable[...,
 
 
 def test_an_output_that_never_comes_names_the_token(broken: Callable[..., str]) -> None:
-    text = broken(
-        "add_relaxed_sys(reinterpret_cast<u32*>(map_to_rank(p, pending,",
-        "(void)(map_to_rank(p, (pending",
-        Deadlock,
-    )
+    home = "map_to_rank(p, pending, static_cast<u32>(source >> 32))"
+    text = broken(f"add_relaxed_sys(reinterpret_cast<u32*>({home}), ~0u);", "", Deadlock)
     assert re.search(r"pending\[\d+\] of rank [01]'s symmetric buffer = [12]", text)
     assert "combine_rest line" in text
 
