@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import gc
 import json
 import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -44,7 +43,6 @@ WITH_CODE = [f.name for f in STATUS_FIELDS if f.name not in ("aborted_by", "drop
 """Fields of a status block that are written before its code, and the code."""
 
 STEPS = 8  # times those of the unmutated kernel: a run that takes longer is stopped
-STAGES = 2  # so few that every ring turns around
 
 NO_BUILD, CAUGHT, EQUIVALENT, SURVIVED = "does not compile", "caught", "claimed equivalent", "survived"
 
@@ -108,6 +106,7 @@ SCENARIOS = (
     Scenario("many routes", (70, 66), (2, 2), 6, routing="out-of-range"),
     Scenario("a rank refuses, several SMs", (9, 14), (3, 2), 4, refuses=0),
     *(Scenario(f"aborted after {n} steps", (9, 14), (2, 2), n, aborted_after=n) for n in ABORTS),
+    Scenario("a rank is ahead", (40, 0), (1, 1), 0, launches=3, routing="one-expert"),
     Scenario("repeated ids", (3, 24), (3, 2), 7, launches=2, routing="repeated"),
     *(Scenario(f"seed {seed}", (24, 11), (2, 3), seed) for seed in range(8, 12)),
 )
@@ -136,18 +135,13 @@ class Outcome:
 
 
 def variants() -> tuple[Variant, ...]:
-    """Tiles with tokens on N and on M; routes published by one SM and by all."""
+    """Tiles with tokens on N and on M; loaders that run far ahead, or can't; one SM publishing, or all."""
     contract = Contract(SHAPE, RANKS, MAX_TOKENS)
-    small, large = (
-        replace(
-            make_plan(contract, tokens=MAX_TOKENS, sms=2, block_m=tile),
-            stages=STAGES,
-            pull_bytes=128,
-            lone_publisher_routes=routes,
-        )
-        for tile, routes in ((16, 1024), (128, 0))
+    small, large = (make_plan(contract, tokens=MAX_TOKENS, sms=2, block_m=tile) for tile in (16, 128))
+    return (
+        Variant("tokens on N", replace(small, pull_bytes=128)),
+        Variant("tokens on M", replace(large, pull_bytes=128, stages=2, lone_publisher_routes=0)),
     )
-    return Variant("tokens on N", small), Variant("tokens on M", large)
 
 
 def compile_ptx(source: str) -> str:
@@ -196,29 +190,21 @@ class Bench:
 
     def hunt(self, mutant: Mutant) -> Outcome:
         """Run the scenarios until one catches the mutant."""
-        outcome = Outcome(mutant.name, self.variant.name, mutant.kind, mutant.line, SURVIVED)
+        return hunt([(self, mutant)])
+
+    def attempt(self, kernel: Kernel, scenario: Scenario) -> tuple[str, str]:
+        """(what caught a kernel in a scenario, the message); the first is empty if nothing did."""
         try:
-            kernel = self.kernel(mutant.apply(self.source))
-        except CompileError as error:
-            return replace(outcome, heap=NO_BUILD, message=_first_line(str(error)))
-        for scenario in self.scenarios:
-            steps = STEPS * self._steps[scenario.name]
-            try:
-                problem, _, status = self._run(kernel, scenario, steps)
-            except UnsupportedInstruction as error:
-                return replace(outcome, heap=NO_BUILD, message=_first_line(str(error)))
-            except StepLimit:
-                outcome = replace(outcome, message=f"step limit in {scenario.name!r}")
-                continue
-            except EmulatorError as error:
-                by, message = type(error).__name__, str(error)
-                return replace(outcome, heap=CAUGHT, by=by, scenario=scenario.name, message=message[:600])
-            if problem is None and status != self.expected[scenario.name]:
-                problem = f"status {status} instead of {self.expected[scenario.name]}"
-            if problem is not None:
-                by = "wrong result"
-                return replace(outcome, heap=CAUGHT, by=by, scenario=scenario.name, message=problem[:600])
-        return outcome
+            problem, _, status = self._run(kernel, scenario, STEPS * self._steps[scenario.name])
+        except UnsupportedInstruction as error:
+            raise CompileError(str(error)) from error
+        except StepLimit:
+            return "", f"step limit in {scenario.name!r}"
+        except EmulatorError as error:
+            return type(error).__name__, str(error)[:600]
+        if problem is None and status != self.expected[scenario.name]:
+            problem = f"status {status} instead of {self.expected[scenario.name]}"
+        return ("", "") if problem is None else ("wrong result", problem[:600])
 
     def _run(
         self, kernel: Kernel, scenario: Scenario, steps: int
@@ -274,32 +260,37 @@ class Bench:
         return f"the host saw other {differ}" if differ else None, layer, [{**s, "sm": 0} for s in status]
 
 
-def all_mutants(benches: Sequence[Bench]) -> Iterator[tuple[Bench, Mutant]]:
-    """Mutants of all kernels; what two kernels share is taken from the first."""
-    seen = set()
+def all_mutants(benches: Sequence[Bench]) -> list[list[tuple[Bench, Mutant]]]:
+    """Each mutant, in all the kernels that have it."""
+    found: dict[tuple[str, str], list[tuple[Bench, Mutant]]] = {}
     for bench in benches:
         for mutant in enumerate_mutants(bench.source):
-            if (mutant.name, mutant.body) not in seen:
-                seen.add((mutant.name, mutant.body))
-                yield bench, mutant
+            found.setdefault((mutant.name, mutant.body), []).append((bench, mutant))
+    return list(found.values())
 
 
-def hunt_everywhere(benches: Sequence[Bench], bench: Bench, mutant: Mutant) -> Outcome:
-    """Hunt a mutant in its kernel, then in the others that have it."""
-    outcome = bench.hunt(mutant)
-    for other in benches:
-        if outcome.heap != SURVIVED or other is bench:
-            continue
-        same = [m for m in enumerate_mutants(other.source) if (m.name, m.body) == (mutant.name, mutant.body)]
-        if same:
-            outcome = other.hunt(same[0])
+def hunt(places: Sequence[tuple[Bench, Mutant]]) -> Outcome:
+    """Run a mutant, in each kernel that has it, through the scenarios until one catches it."""
+    bench, mutant = places[0]
+    outcome = Outcome(mutant.name, bench.variant.name, mutant.kind, mutant.line, SURVIVED)
+    try:
+        kernels = [(bench, bench.kernel(mutant.apply(bench.source))) for bench, mutant in places]
+        for scenario in bench.scenarios:
+            for bench, kernel in kernels:
+                by, message = bench.attempt(kernel, scenario)
+                outcome = replace(outcome, message=message or outcome.message)
+                if by:
+                    variant = bench.variant.name
+                    return replace(outcome, variant=variant, heap=CAUGHT, by=by, scenario=scenario.name)
+    except CompileError as error:
+        return replace(outcome, heap=NO_BUILD, message=_first_line(str(error)))
     return outcome
 
 
 def read_claims() -> dict[str, str]:
     """Argument of each mutant claimed equivalent; names are those of ``Mutant``, or patterns of them."""
     claims = tomllib.loads(CLAIMS.read_text())["claim"]
-    return {name: claim["argument"] for claim in claims for name in claim["mutants"]}
+    return {name: " ".join(claim["argument"].split()) for claim in claims for name in claim["mutants"]}
 
 
 def argument_for(name: str, claims: dict[str, str]) -> str | None:
@@ -344,24 +335,23 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     args = parser.parse_args()
     benches = [Bench(variant) for variant in variants()]
-    chosen = [(b, m) for b, m in all_mutants(benches) if fnmatch.fnmatchcase(m.name, args.only)]
+    chosen = [places for places in all_mutants(benches) if fnmatch.fnmatchcase(places[0][1].name, args.only)]
     if args.list:
-        print("\n".join(f"{bench.variant.name}: {mutant.name}" for bench, mutant in chosen))
+        print("\n".join(places[0][1].name for places in chosen))
         return
     claims = read_claims()
     outcomes: list[Outcome] = []
     start = time.monotonic()
-    for bench, mutant in chosen:
-        gc.collect()  # machines and their buffers refer to each other, and hold much memory
-        outcome = hunt_everywhere(benches, bench, mutant)
-        claimed = argument_for(mutant.name, claims) is not None
+    for places in chosen:
+        outcome = hunt(places)
+        claimed = argument_for(outcome.name, claims) is not None
         if claimed and outcome.heap == SURVIVED:
             outcome = replace(outcome, heap=EQUIVALENT)
         elif claimed:
-            print(f"WRONG CLAIM: {mutant.name} is {outcome.heap}", file=sys.stderr)
+            print(f"WRONG CLAIM: {outcome.name} is {outcome.heap}", file=sys.stderr)
         outcomes.append(outcome)
         place = f"{len(outcomes)}/{len(chosen)} {time.monotonic() - start:6.1f} s"
-        print(place, outcome.heap, mutant.name, outcome.by, outcome.scenario, file=sys.stderr, flush=True)
+        print(place, outcome.heap, outcome.name, outcome.by, outcome.scenario, file=sys.stderr, flush=True)
     print(json.dumps(summary(outcomes), indent=1))
     if args.out:
         record = {"schema_version": 1, "summary": summary(outcomes), "mutants": [asdict(o) for o in outcomes]}

@@ -186,6 +186,7 @@ def check(case: Case, layer: EmulatedLayer | None = None, *, compare_bits: bool 
     try:
         results = run(case, layer)
     except EmulatorError as error:
+        error = error.with_traceback(None)  # which would keep the machine's memory
         return Verdict(None, None, False, error, (), layer.machine.report().instructions)
     verdict = judge(case, results, layer.machine.report().instructions)
     if compare_bits and not verdict.equal:
