@@ -155,7 +155,7 @@ constexpr u32 LAUNCH_NEXT_TILE = 4;  // tiles taken by SMs
 constexpr u32 LAUNCH_FINISHED = 5;  // SMs all of whose roles have left
 constexpr u32 CTA_FLAG_STOPPED = 0;  // a wait gave up
 constexpr u32 CTA_FLAG_LAST = 1;  // this SM is the last of its rank
-constexpr u32 CTA_FLAG_STUCK = 2;  // role, awaited and index of a phase that never completed, 0 if none
+constexpr u32 CTA_FLAG_TILES = 2;  // tiles that the token loader handed on, and 1, once it has left
 constexpr u32 CTA_NEXT_UNIT = 3;  // combine units handed out after the last tile
 constexpr u32 ROLE_DISPATCH = 1;
 constexpr u32 ROLE_LOAD_TOKENS = 2;
@@ -318,6 +318,9 @@ DEVICE u64 global_nanoseconds() {
 DEVICE void pause_nanoseconds(u32 duration) {
     asm volatile("nanosleep.u32 %0;" ::"r"(duration) : "memory");
 }
+
+// Ends the kernel with an error (PTX ISA 9.7.20).
+DEVICE void trap() { asm volatile("trap;" ::: "memory"); }
 
 // A word in shared memory that other threads of the CTA may write at the same time.
 DEVICE u32 load_relaxed_shared(u32 address) {
@@ -553,18 +556,15 @@ DEVICE bool wait_for_rank(const Params& p, u32 peer, u32 sequence, u32 role, u32
     return true;
 }
 
-// Waits for a phase that another role of this CTA completes. A role that stops says so through a tile task,
-// so a phase that never completes is a defect: the role leaves a note, which `finish` reports, and goes on
-// with what the stage holds, in step with its other warps, until it runs out of tiles.
+// Waits for a phase that another role of this CTA completes. Roles leave only where no other waits for them,
+// in an aborted launch too, so a phase that never completes is a defect, and no memory can be trusted.
 DEVICE void wait_for_phase(const Params& p, u32 barrier, u32 parity, u32 role, u32 awaited, u32 index) {
     if (mbarrier_try_wait(barrier, parity)) return;
     const u64 start = global_nanoseconds();
     while (!mbarrier_try_wait(barrier, parity)) {
-        const u64 limit = launch_aborted(p) ? DRAIN_NS : 2 * p.timeout_ns;
-        if (global_nanoseconds() - start > limit) {
-            const u32 note = cta_flag(shared_address(shared_memory), CTA_FLAG_STUCK);
-            store_relaxed_shared(note, role << 24 | awaited << 16 | index);
-            return;
+        if (global_nanoseconds() - start > 2 * p.timeout_ns) {
+            report_failure(p, role, awaited, index, 1, 0);
+            trap();
         }
     }
 }
@@ -1109,22 +1109,24 @@ DEVICE void dispatch_role(const Params& p, u32 smem, u32 lane) {
 // waits for the rows of a block (L1: pulled tokens, L2: all L1 tiles of the block) and for empty stages, and
 // hands tiles to the math and combine roles.
 
-// False once the token loader has stopped, or a role has given up on a phase: nobody empties stages any more.
-DEVICE bool wait_unless_stopped(u32 smem, u32 barrier, u32 parity) {
+// The weight loader's wait, on behalf of tile number `n` of this SM. False if the token loader has left before
+// it handed on that tile: nobody empties its stages.
+DEVICE bool wait_unless_left(u32 smem, u32 barrier, u32 parity, u32 n) {
     while (!mbarrier_try_wait(barrier, parity)) {
-        if (role_stopped(smem) || load_relaxed_shared(cta_flag(smem, CTA_FLAG_STUCK)) != 0) return false;
+        const u32 tiles = load_relaxed_shared(cta_flag(smem, CTA_FLAG_TILES));
+        if (tiles != 0 && n >= tiles - 1) return false;
     }
     return true;
 }
 
-// Streams the weights of one tile; false once the token loader has stopped.
-DEVICE bool load_weights(const Params& p, u32 smem, Stage& stage, const Tile& tile) {
+// Streams the weights of tile number `n` of this SM; false if nobody wants them any more.
+DEVICE bool load_weights(const Params& p, u32 smem, Stage& stage, const Tile& tile, u32 n) {
     const bool is_l1 = tile.phase == 1;
     const u32 k_blocks = k_blocks_of(is_l1);
     const u64 n_tile = static_cast<u64>(tile.expert) * (is_l1 ? L1_N_TILES : L2_N_TILES) + tile.n_tile;
     const u64 weights = (is_l1 ? p.w13 : p.w2) + n_tile * k_blocks * WEIGHT_STAGE_BYTES;
     for (u32 k = 0; k < k_blocks; ++k) {
-        if (!wait_unless_stopped(smem, empty_barrier(smem, stage.index), stage.parity ^ 1)) return false;
+        if (!wait_unless_left(smem, empty_barrier(smem, stage.index), stage.parity ^ 1, n)) return false;
         const u32 full = full_barrier(smem, stage.index);
         mbarrier_arrive_expect_bytes(full, WEIGHT_STAGE_BYTES);
         bulk_load(smem + SMEM_WEIGHT_STAGES + stage.index * WEIGHT_STAGE_BYTES,
@@ -1143,16 +1145,16 @@ DEVICE void load_weights_role(const Params& p, u32 smem) {
     u32* const next_tile = local_words(p, LOCAL_LAUNCH) + LAUNCH_NEXT_TILE;
     u32 index = fetch_add_relaxed_gpu(next_tile, 1);
     bool more = true;
-    while (more) {
+    for (u32 n = 0; more; ++n) {
         const u32 offset = order.index * sizeof(u64);
-        if (!wait_unless_stopped(smem, smem + SMEM_ORDER_EMPTY + offset, order.parity ^ 1)) break;
+        if (!wait_unless_left(smem, smem + SMEM_ORDER_EMPTY + offset, order.parity ^ 1, n)) break;
         store_shared_u32(smem + SMEM_ORDER + order.index * sizeof(u32), index);
         mbarrier_arrive(smem + SMEM_ORDER_FULL + offset);
         order.advance();
         more = schedule.find(index, tile);
         if (more) {
             index = fetch_add_relaxed_gpu(next_tile, 1);
-            more = load_weights(p, smem, stage, tile);
+            more = load_weights(p, smem, stage, tile, n);
         }
     }
     if (role_stopped(smem)) {
@@ -1160,7 +1162,7 @@ DEVICE void load_weights_role(const Params& p, u32 smem) {
     }
 }
 
-// Hands a tile to the math and combine roles; phase 0 ends them.
+// The token loader hands a tile to the math and combine roles; phase 0 ends them.
 DEVICE void publish_tile(const Params& p, u32 smem, TileSlot& slot, const Tile& tile) {
     const u32 offset = slot.index * sizeof(u64);
     const u32 empty = smem + SMEM_TILE_EMPTY + offset;
@@ -1202,6 +1204,7 @@ DEVICE void load_tokens_role(const Params& p, u32 smem) {
     TileSlot slot;
     RingPosition<ORDER_SLOTS> order;
     Tile tile = {};
+    u32 tiles = 0;  // handed on
     while (!role_stopped(smem)) {
         const u32 offset = order.index * sizeof(u64);
         const u32 full = smem + SMEM_ORDER_FULL + offset;
@@ -1215,8 +1218,10 @@ DEVICE void load_tokens_role(const Params& p, u32 smem) {
             break;
         }
         publish_tile(p, smem, slot, tile);
+        ++tiles;
         load_tokens(p, smem, stage, tile);
     }
+    store_relaxed_shared(cta_flag(smem, CTA_FLAG_TILES), tiles + 1);
     tile.phase = 0;
     publish_tile(p, smem, slot, tile);
 }
@@ -1693,10 +1698,8 @@ DEVICE void clean_up(const Params& p, u32 smem, u32 thread) {
 }
 
 DEVICE void finish(const Params& p, u32 smem, u32 thread) {
-    const u32 stuck = load_relaxed_shared(cta_flag(smem, CTA_FLAG_STUCK));
-    if (stuck != 0 || role_stopped(smem)) {
+    if (role_stopped(smem)) {
         if (thread == 0) {
-            if (stuck != 0) report_failure(p, stuck >> 24, stuck >> 16 & 0xff, stuck & 0xffff, 1, 0);
             const u32 culprit = load_relaxed_sys(symm_words(p, SYMM_CONTROL));
             store_release_sys(&reinterpret_cast<Status*>(p.status)->aborted_by, culprit);
         }

@@ -286,7 +286,7 @@ def _code_constants() -> tuple[Constant, ...]:
         Constant("LAUNCH_FINISHED", 5, "SMs all of whose roles have left"),
         Constant("CTA_FLAG_STOPPED", 0, "a wait gave up"),
         Constant("CTA_FLAG_LAST", 1, "this SM is the last of its rank"),
-        Constant("CTA_FLAG_STUCK", 2, "role, awaited and index of a phase that never completed, 0 if none"),
+        Constant("CTA_FLAG_TILES", 2, "tiles that the token loader handed on, and 1, once it has left"),
         Constant("CTA_NEXT_UNIT", 3, "combine units handed out after the last tile"),
         *(Constant(f"ROLE_{role.name}", int(role)) for role in RoleId),
         *(Constant(f"AWAITED_{awaited.name}", int(awaited)) for awaited in Awaited),
