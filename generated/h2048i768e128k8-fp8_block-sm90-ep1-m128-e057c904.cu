@@ -13,7 +13,7 @@
 //   block_m           128: 256.0 rows per expert expected: the largest tile reuses weights most
 //   operand_order     tokens_on_m: scales of 2 rows per thread instead of 32 columns; an SF group lies in
 //                     one warp
-//   stages            4: 222640 of 232448 bytes of shared memory
+//   stages            4: 222912 of 232448 bytes of shared memory
 //   combine_columns   1024: 8192 units for 1188 warps
 //   experts_per_wave  32: 384 L1 tiles expected in a wave, at least 2 for each of 132 SMs
 //   pull_bytes        2048: a row of 2048 bytes in 1 piece
@@ -101,27 +101,29 @@ constexpr int MATH_REGISTERS = 224;  // per thread
 constexpr u32 BARRIER_COUNTS_KNOWN = 1;  // all threads: the schedule can start
 constexpr u32 BARRIER_MATH = 2;  // math role
 constexpr u32 BARRIER_ROLES_DONE = 3;  // all threads: every role of this SM has left
-constexpr u32 ZEROED_BYTES = 144;  // from SMEM_CTA_FLAGS on
+constexpr u32 BARRIER_PAIR = 4;  // and 5 to 7, one per pair of math warps that share rows
+constexpr u32 ZEROED_BYTES = 160;  // from SMEM_CTA_FLAGS on
 
-// ---------------------------------------------------------------- shared memory, 222640 bytes
+// ---------------------------------------------------------------- shared memory, 222912 bytes
 constexpr u32 SMEM_WEIGHT_STAGES = 0;  // u8[4][32768]
 constexpr u32 SMEM_TOKEN_STAGES = 131072;  // u8[4][17408]
 constexpr u32 SMEM_STAGING = 200704;  // u8[16384]
 constexpr u32 SMEM_PULL = 217088;  // u8[2][2048]
-constexpr u32 SMEM_EXPERT_COUNT = 221184;  // u32[128]
-constexpr u32 SMEM_EXPERT_BLOCK = 221696;  // u32[128]
-constexpr u32 SMEM_TILE_TASKS = 222208;  // u32[4][4]
-constexpr u32 SMEM_FULL = 222272;  // u64[4]
-constexpr u32 SMEM_EMPTY = 222304;  // u64[4]
-constexpr u32 SMEM_TILE_FULL = 222336;  // u64[4]
-constexpr u32 SMEM_TILE_EMPTY = 222368;  // u64[4]
-constexpr u32 SMEM_TILE_STORED = 222400;  // u64[4]
-constexpr u32 SMEM_ORDER_FULL = 222432;  // u64[2]
-constexpr u32 SMEM_ORDER_EMPTY = 222448;  // u64[2]
-constexpr u32 SMEM_ORDER = 222464;  // u32[2]
-constexpr u32 SMEM_PULLED = 222472;  // u64[2]
-constexpr u32 SMEM_CTA_FLAGS = 222496;  // u32[4]
-constexpr u32 SMEM_CLAIMED_UNITS = 222512;  // u32[32]
+constexpr u32 SMEM_AMAX = 221184;  // f32[8][8]
+constexpr u32 SMEM_EXPERT_COUNT = 221440;  // u32[128]
+constexpr u32 SMEM_EXPERT_BLOCK = 221952;  // u32[128]
+constexpr u32 SMEM_TILE_TASKS = 222464;  // u32[4][4]
+constexpr u32 SMEM_FULL = 222528;  // u64[4]
+constexpr u32 SMEM_EMPTY = 222560;  // u64[4]
+constexpr u32 SMEM_TILE_FULL = 222592;  // u64[4]
+constexpr u32 SMEM_TILE_EMPTY = 222624;  // u64[4]
+constexpr u32 SMEM_TILE_STORED = 222656;  // u64[4]
+constexpr u32 SMEM_ORDER_FULL = 222688;  // u64[2]
+constexpr u32 SMEM_ORDER_EMPTY = 222704;  // u64[2]
+constexpr u32 SMEM_ORDER = 222720;  // u32[2]
+constexpr u32 SMEM_PULLED = 222728;  // u64[2]
+constexpr u32 SMEM_CTA_FLAGS = 222752;  // u32[8]
+constexpr u32 SMEM_CLAIMED_UNITS = 222784;  // u32[32]
 
 // ---------------------------------------------------------------- symmetric buffer, 151538688 bytes
 constexpr u64 SYMM_CONTROL = 0;  // u32[32]
@@ -156,6 +158,7 @@ constexpr u32 LAUNCH_FINISHED = 5;  // SMs all of whose roles have left
 constexpr u32 CTA_FLAG_STOPPED = 0;  // a wait gave up
 constexpr u32 CTA_FLAG_LAST = 1;  // this SM is the last of its rank
 constexpr u32 CTA_FLAG_TILES = 2;  // tiles that the token loader handed on, and 1, once it has left
+constexpr u32 CTA_FLAG_STUCK = 4;  // what the math role waits for in vain, 0 if nothing
 constexpr u32 CTA_NEXT_UNIT = 3;  // combine units handed out after the last tile
 constexpr u32 ROLE_DISPATCH = 1;
 constexpr u32 ROLE_LOAD_TOKENS = 2;
@@ -201,6 +204,7 @@ struct Status {
     u32 launch;  // launch number of this buffer
     u32 aborted_by;  // rank + 1 of the peer whose abort stopped this rank, 0 if none
     u32 dropped_ids;  // expert ids out of range so far, dropped
+    u32 stuck;  // a phase that never completed, and trapped: see STUCK_BITS; 0 if none
 };
 
 extern __shared__ __align__(1024) u8 shared_memory[];
@@ -319,8 +323,8 @@ DEVICE void pause_nanoseconds(u32 duration) {
     asm volatile("nanosleep.u32 %0;" ::"r"(duration) : "memory");
 }
 
-// Ends the kernel with an error (PTX ISA 9.7.20).
-DEVICE void trap() { asm volatile("trap;" ::: "memory"); }
+// Ends the kernel with an error (PTX ISA 9.7.20). The compiler knows that nothing comes after it.
+DEVICE void trap() { __trap(); }
 
 // A word in shared memory that other threads of the CTA may write at the same time.
 DEVICE u32 load_relaxed_shared(u32 address) {
@@ -382,6 +386,10 @@ DEVICE void store_shared_u32(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+DEVICE void store_shared_f32(u32 address, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
 DEVICE void store_shared_u16(u32 address, u32 value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(value)) : "memory");
 }
@@ -431,6 +439,12 @@ DEVICE void shrink_registers() {
 template <int count>
 DEVICE void grow_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// The same value; the compiler does not know that, so it can't compute ahead what depends on it.
+DEVICE u32 opaque(u32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
 }
 
 // ---------------------------------------------------------------- WGMMA (PTX ISA 9.7.15)
@@ -556,15 +570,34 @@ DEVICE bool wait_for_rank(const Params& p, u32 peer, u32 sequence, u32 role, u32
     return true;
 }
 
+// What never completes, as the status block tells it.
+DEVICE u32 stuck_word(u32 role, u32 awaited, u32 index) { return role << 28 | awaited << 24 | index << 16; }
+
+// Tells the host of a phase that never completes. That is a defect, and no memory can be trusted.
+DEVICE void trap_stuck(const Params& p, u32 word) {
+    store_release_sys(&reinterpret_cast<Status*>(p.status)->stuck, word | blockIdx.x);
+    trap();
+}
+
 // Waits for a phase that another role of this CTA completes. Roles leave only where no other waits for them,
-// in an aborted launch too, so a phase that never completes is a defect, and no memory can be trusted.
+// in an aborted launch too.
 DEVICE void wait_for_phase(const Params& p, u32 barrier, u32 parity, u32 role, u32 awaited, u32 index) {
     if (mbarrier_try_wait(barrier, parity)) return;
     const u64 start = global_nanoseconds();
     while (!mbarrier_try_wait(barrier, parity)) {
+        if (global_nanoseconds() - start > 2 * p.timeout_ns) trap_stuck(p, stuck_word(role, awaited, index));
+    }
+}
+
+// The same for the math role, which has no registers to spare and WGMMAs in flight: it leaves a note, and the
+// combine role, which waits as long as math does, traps.
+DEVICE void wait_as_math(const Params& p, u32 barrier, u32 parity, u32 awaited, u32 index) {
+    if (mbarrier_try_wait(barrier, parity)) return;
+    const u64 start = global_nanoseconds();
+    while (!mbarrier_try_wait(barrier, parity)) {
         if (global_nanoseconds() - start > 2 * p.timeout_ns) {
-            report_failure(p, role, awaited, index, 1, 0);
-            trap();
+            const u32 note = cta_flag(shared_address(shared_memory), CTA_FLAG_STUCK);
+            store_relaxed_shared(note, stuck_word(ROLE_MATH, awaited, index));
         }
     }
 }
@@ -593,7 +626,7 @@ DEVICE u32 empty_barrier(u32 smem, u32 stage) { return smem + SMEM_EMPTY + stage
 // The math role's wait for a stage's weights and tokens.
 DEVICE void wait_for_full_stage(const Params& p, u32 smem, const Stage& stage) {
     const u32 full = full_barrier(smem, stage.index);
-    wait_for_phase(p, full, stage.parity, ROLE_MATH, AWAITED_FULL_STAGE, stage.index);
+    wait_as_math(p, full, stage.parity, AWAITED_FULL_STAGE, stage.index);
 }
 
 // Stages of a tile: K blocks of L1 or L2.
@@ -1417,21 +1450,29 @@ DEVICE void combine_role(const Params& p, u32 smem, u32 lane) {
             }
             window = window + 32 < units ? window + 32 : 0;
         }
+        const u32 stuck = load_relaxed_shared(cta_flag(smem, CTA_FLAG_STUCK));
+        if (stuck != 0) trap_stuck(p, stuck);
         pause_nanoseconds(POLL_NS);
     }
     combine_rest<1, EARLY_ROW_LOADS>(p, smem, lane);
 }
 
 // ---------------------------------------------------------------- MMA, tokens on M
-// A warpgroup computes its 64 token rows x 256 weight rows of the tile, as two m64n128 halves in turn: while
-// it scales one half's partial sums in registers, the other warpgroup's WGMMAs keep the tensor cores busy.
+// A warpgroup computes 64 token rows x 256 weight rows of the tile, as two m64n128 halves in turn: while it
+// scales one half's partial sums in registers, the other warpgroup's WGMMAs keep the tensor cores busy. Of a
+// tile with at most 64 rows, each warpgroup computes one half for all of them.
 // acc[half][4 * g + i]: token row lane / 4 + 8 * (i / 2) of the warp's 16,
 //                       weight row 128 * half + 8 * g + 2 * (lane % 4) + i % 2.
 
 constexpr u32 HALVES = 2;
 constexpr u32 HALF_REGISTERS = 64;  // float32 accumulators per thread of m64n128
 using Half = float[HALF_REGISTERS];
-using Accumulators = Half[HALVES];
+
+// What a warpgroup computes of a tile.
+struct Share {
+    u32 first_row;   // of 64 token rows
+    u32 first_half;  // of the weight rows
+};
 
 // Adds partial * scale to one half. `even` and `odd` scale the even and the odd groups of 8 weight rows; x is
 // for token row lane / 4, y for the one 8 below.
@@ -1449,25 +1490,26 @@ DEVICE void add_scaled(Half& acc, const Half& partial, float2 even, float2 odd) 
     }
 }
 
-// The K loop of one tile. `weight_sf` has one pair per K block: the scales of gate and up rows (L1), or of
-// the two halves (L2).
-DEVICE void accumulate(const Params& p, u32 smem, Stage& stage, const MathThread& me, bool is_l1,
-                       const float2* weight_sf, Accumulators& acc) {
+// The K loop of `halves` halves of one tile. `weight_sf` has one pair per K block: the scales of gate and up
+// rows (L1), or of the two halves (L2).
+template <u32 halves>
+DEVICE void accumulate(const Params& p, u32 smem, Stage& stage, const MathThread& me, const Share& share,
+                       bool is_l1, const float2* weight_sf, Half (&acc)[halves]) {
 #pragma unroll
-    for (u32 i = 0; i < HALVES * HALF_REGISTERS; ++i) acc[i / HALF_REGISTERS][i % HALF_REGISTERS] = 0.0f;
+    for (u32 i = 0; i < halves * HALF_REGISTERS; ++i) acc[i / HALF_REGISTERS][i % HALF_REGISTERS] = 0.0f;
     const u32 k_blocks = k_blocks_of(is_l1);
-    const u32 token_row = me.warpgroup * 64 + me.warp_in_group * 16 + me.lane / 4;
+    const u32 token_row = share.first_row + me.warp_in_group * 16 + me.lane / 4;
     wait_for_full_stage(p, smem, stage);
     for (u32 k = 0; k < k_blocks; ++k) {
         const float2 w = load_constant_pair(weight_sf + k);
         const u32 token_stage = smem + SMEM_TOKEN_STAGES + stage.index * TOKEN_STAGE_BYTES;
         const u32 sf = token_stage + ROW_IMAGE_BYTES + token_row * sizeof(float);
         const float2 t = {load_shared_f32(sf), load_shared_f32(sf + 8 * sizeof(float))};
-        const u32 tokens = uniform(matrix_address(token_stage + me.warpgroup * 64 * BLOCK_K));
+        const u32 tokens = uniform(matrix_address(token_stage + share.first_row * BLOCK_K));
         const u32 weight_stage = smem + SMEM_WEIGHT_STAGES + stage.index * WEIGHT_STAGE_BYTES;
-        const u32 weights = uniform(matrix_address(weight_stage));
+        const u32 weights = uniform(matrix_address(weight_stage) + share.first_half * DESCRIPTOR_HALF);
 #pragma unroll
-        for (u32 half = 0; half < HALVES; ++half) {
+        for (u32 half = 0; half < halves; ++half) {
             Half partial;
             wgmma_fence();
 #pragma unroll
@@ -1477,29 +1519,20 @@ DEVICE void accumulate(const Params& p, u32 smem, Stage& stage, const MathThread
             }
             wgmma_commit();
             const u32 used = stage.index;
-            if (half == HALVES - 1) {
+            if (half == halves - 1) {
                 stage.advance();
                 if (k + 1 < k_blocks) wait_for_full_stage(p, smem, stage);  // hidden under these WGMMAs
             }
             wgmma_wait<0>();
-            if (half == HALVES - 1) {
+            if (half == halves - 1) {
                 __syncwarp();  // all lanes have read the scale factors
                 if (me.lane == 0) mbarrier_arrive(empty_barrier(smem, used));
             }
-            const float even = is_l1 || half == 0 ? w.x : w.y;
-            const float odd = is_l1 || half == 1 ? w.y : w.x;
+            const u32 weight_half = share.first_half + half;
+            const float even = is_l1 || weight_half == 0 ? w.x : w.y;
+            const float odd = is_l1 || weight_half == 1 ? w.y : w.x;
             add_scaled(acc[half], partial, {t.x * even, t.y * even}, {t.x * odd, t.y * odd});
         }
-    }
-}
-
-// Lets a tile pass for a warpgroup none of whose token rows are in use.
-DEVICE void pass_over(const Params& p, u32 smem, Stage& stage, const MathThread& me, bool is_l1) {
-    const u32 k_blocks = k_blocks_of(is_l1);
-    for (u32 k = 0; k < k_blocks; ++k) {
-        wait_for_full_stage(p, smem, stage);
-        if (me.lane == 0) mbarrier_arrive(empty_barrier(smem, stage.index));
-        stage.advance();
     }
 }
 
@@ -1532,9 +1565,9 @@ DEVICE u64 home_row(const Params& p, u64 pool_row) {
 }
 
 // ---------------------------------------------------------------- epilogues, tokens on M
-// A warp owns 16 token rows whole, so nothing here waits for another warp. It turns its fragments into rows
-// of 16-byte chunks in its own 2 KiB of staging, 16 rows x 128 bytes, chunk c of row r at c XOR (r mod 8)
-// against bank conflicts.
+// A warp owns 16 token rows, whole or one half of their columns. It turns its fragments into rows of 16-byte
+// chunks in its own 2 KiB of staging, 16 rows x 128 bytes, chunk c of row r at c XOR (r mod 8) against bank
+// conflicts.
 
 DEVICE u32 staged(u32 staging, u32 row, u32 chunk) {
     return staging + row * 128 + ((chunk ^ (row & 7)) * 16);
@@ -1546,70 +1579,85 @@ DEVICE float max_of_quad(float value) {
     return fmaxf(value, __shfl_xor_sync(FULL_WARP, value, 2));
 }
 
-// Produces 128 intermediate columns of the tile's rows, and their scale factors, in the pool of L2.
-DEVICE void l1_epilogue(const Params& p, u32 smem, const MathThread& me, const MathTile& tile,
-                        Accumulators& acc) {
-    const u32 warp_row = me.warpgroup * 64 + me.warp_in_group * 16;  // of the block
-    if (warp_row < tile.rows) {
-        const u32 staging = smem + SMEM_STAGING + me.warp * WARP_STAGING_BYTES;
-        const u64 out = l2_tile(p, tile);
-        const u64 pool_row = static_cast<u64>(tile.pool_block) * BLOCK_M + warp_row;
-        const float* routing =
-            reinterpret_cast<const float*>(p.local + LOCAL_ROW_WEIGHT) + pool_row + me.lane / 4;
-#pragma unroll
-        for (u32 below = 0; below < 2; ++below) {  // token row lane / 4, then the one 8 below
-            const float weight = routing[8 * below];
-            const u32 row = me.lane / 4 + 8 * below;
-            float amax = 0.0f;
-#pragma unroll
-            for (u32 i = 0; i < HALVES * HALF_REGISTERS; i += 8) {  // 4 registers of gate, 4 of up
-                Half& h = acc[i / HALF_REGISTERS];
-                const u32 gate = i % HALF_REGISTERS + 2 * below;
-                h[gate] = swiglu(h[gate], h[gate + 4], weight);
-                h[gate + 1] = swiglu(h[gate + 1], h[gate + 5], weight);
-                amax = fmaxf(amax, fmaxf(fabsf(h[gate]), fabsf(h[gate + 1])));
-            }
-            const float sf = scale_factor(max_of_quad(amax));
-            const float inverse = __frcp_rn(sf);
-            if (me.lane % 4 == 0) {
-                *reinterpret_cast<float*>(out + ROW_IMAGE_BYTES + (warp_row + row) * sizeof(float)) = sf;
-            }
-#pragma unroll
-            for (u32 i = 0; i < HALVES * HALF_REGISTERS; i += 8) {
-                const Half& h = acc[i / HALF_REGISTERS];
-                const u32 gate = i % HALF_REGISTERS + 2 * below;
-                const u32 column = i + me.lane % 4 * 2;  // 8 intermediate columns per 8 registers
-                store_shared_u16(staged(staging, row, column / 16) + column % 16,
-                                 to_e4m3_pair(h[gate] * inverse, h[gate + 1] * inverse));
-            }
-        }
-        __syncwarp();
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) {  // the staged rows already lie as a pipeline stage of L2 wants them
-            const u32 place = (i * 32 + me.lane) * 16;
-            store_global_16(out + warp_row * BLOCK_K + place, load_shared_16(staging + place));
-        }
-        __syncwarp();
-    }
+// Largest magnitude of a row whose columns two warps hold, one of each warpgroup.
+DEVICE float max_of_pair(u32 smem, const MathThread& me, float amax) {
+    constexpr u32 PAIR_THREADS = 64;
+    const u32 row = smem + SMEM_AMAX + me.lane / 4 * sizeof(float);
+    named_barrier(BARRIER_PAIR + me.warp_in_group, PAIR_THREADS);  // what was there before has been read
+    if (me.lane % 4 == 0) store_shared_f32(row + me.warp * 8 * sizeof(float), amax);
+    named_barrier(BARRIER_PAIR + me.warp_in_group, PAIR_THREADS);
+    return fmaxf(amax, load_shared_f32(row + (me.warp ^ 4) * 8 * sizeof(float)));
 }
 
-// Sends 256 columns of the tile's rows home, as bfloat16, 128 bytes of a row at a time.
-DEVICE void l2_epilogue(const Params& p, u32 smem, const MathThread& me, const MathTile& tile,
-                        Accumulators& acc) {
-    const u32 warp_row = me.warpgroup * 64 + me.warp_in_group * 16;
+// Produces 64 intermediate columns per half of the tile's rows, and their scale factors, in the pool of L2.
+template <u32 halves>
+DEVICE void l1_epilogue(const Params& p, u32 smem, const MathThread& me, const Share& share,
+                        const MathTile& tile, Half (&acc)[halves]) {
+    const u32 warp_row = share.first_row + me.warp_in_group * 16;  // of the block
     if (warp_row >= tile.rows) return;
+    const u32 staging = smem + SMEM_STAGING + me.warp * WARP_STAGING_BYTES;
+    const u64 out = l2_tile(p, tile);
+    const u64 pool_row = static_cast<u64>(tile.pool_block) * BLOCK_M + warp_row;
+    const float* routing = reinterpret_cast<const float*>(p.local + LOCAL_ROW_WEIGHT) + pool_row + me.lane / 4;
+#pragma unroll
+    for (u32 below = 0; below < 2; ++below) {  // token row lane / 4, then the one 8 below
+        const float weight = routing[8 * below];
+        const u32 row = me.lane / 4 + 8 * below;
+        float amax = 0.0f;
+#pragma unroll
+        for (u32 i = 0; i < halves * HALF_REGISTERS; i += 8) {  // 4 registers of gate, 4 of up
+            Half& h = acc[i / HALF_REGISTERS];
+            const u32 gate = i % HALF_REGISTERS + 2 * below;
+            h[gate] = swiglu(h[gate], h[gate + 4], weight);
+            h[gate + 1] = swiglu(h[gate + 1], h[gate + 5], weight);
+            amax = fmaxf(amax, fmaxf(fabsf(h[gate]), fabsf(h[gate + 1])));
+        }
+        amax = max_of_quad(amax);
+        if (halves == 1) amax = max_of_pair(smem, me, amax);
+        const float sf = scale_factor(amax);
+        const float inverse = __frcp_rn(sf);
+        if (me.lane % 4 == 0 && share.first_half == 0) {
+            *reinterpret_cast<float*>(out + ROW_IMAGE_BYTES + (warp_row + row) * sizeof(float)) = sf;
+        }
+#pragma unroll
+        for (u32 i = 0; i < halves * HALF_REGISTERS; i += 8) {
+            const Half& h = acc[i / HALF_REGISTERS];
+            const u32 gate = i % HALF_REGISTERS + 2 * below;
+            const u32 column = share.first_half * 64 + i + me.lane % 4 * 2;  // 8 columns per 8 registers
+            store_shared_u16(staged(staging, row, column / 16) + column % 16,
+                             to_e4m3_pair(h[gate] * inverse, h[gate + 1] * inverse));
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (u32 i = 0; i < 2 * halves; ++i) {  // the staged rows already lie as a pipeline stage of L2 wants them
+        constexpr u32 CHUNKS = 4 * halves;  // of 16 bytes per row
+        const u32 n = i * 32 + me.lane;
+        const u32 place = staged(0, n / CHUNKS, share.first_half * 4 + n % CHUNKS);
+        store_global_16(out + warp_row * BLOCK_K + place, load_shared_16(staging + place));
+    }
+    __syncwarp();
+}
+
+// Sends 128 columns per half of the tile's rows home, as bfloat16, 128 bytes of a row at a time.
+template <u32 halves>
+DEVICE void l2_epilogue(const Params& p, u32 smem, const MathThread& me, const Share& share,
+                        const MathTile& tile, Half (&acc)[halves]) {
+    const u32 warp_row = share.first_row + me.warp_in_group * 16;
+    if (warp_row >= tile.rows) return;
+    const u32 first_column = tile.n_tile * BLOCK_N + share.first_half * 128;
     const u32 staging = smem + SMEM_STAGING + me.warp * WARP_STAGING_BYTES;
     const u64 pool_row = static_cast<u64>(tile.pool_block) * BLOCK_M + warp_row;
     u64 home[4];  // this lane stores to rows lane / 8, 4 below, ...; 0 where the row is padding
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
         const u32 row = i * 4 + me.lane / 8;
-        const u32 column = tile.n_tile * BLOCK_N + me.lane % 8 * 8;
+        const u32 column = first_column + me.lane % 8 * 8;
         home[i] = warp_row + row < tile.rows ? home_row(p, pool_row + row) + column * 2 : 0;
     }
     const u32 matrix_row = me.lane % 16;  // of the 16 rows; lanes 16 to 31 address the next 8 columns
 #pragma unroll
-    for (u32 part = 0; part < 4; ++part) {  // 64 columns
+    for (u32 part = 0; part < 2 * halves; ++part) {  // 64 columns
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {  // 16 columns
             const Half& h = acc[part / 2];
@@ -1633,13 +1681,36 @@ DEVICE void l2_epilogue(const Params& p, u32 smem, const MathThread& me, const M
 // in the combine buffers of their home ranks (L2). Signals: empty stages, and the combine role when a tile is
 // stored.
 
+template <u32 halves>
+DEVICE void compute_share(const Params& p, u32 smem, Stage& stage, const MathThread& me, const Share& share,
+                          const MathTile& tile, bool is_l1, const float2* weight_sf) {
+    Half acc[halves];
+    accumulate<halves>(p, smem, stage, me, share, is_l1, weight_sf, acc);
+    MathThread now = me;
+    now.lane = opaque(me.lane);  // or addresses that depend on it are kept in registers all the time
+    if (is_l1) {
+        l1_epilogue<halves>(p, smem, now, share, tile, acc);
+    } else {
+        l2_epilogue<halves>(p, smem, now, share, tile, acc);
+    }
+}
+
+DEVICE void compute_tile(const Params& p, u32 smem, Stage& stage, const MathThread& me, const MathTile& tile,
+                         bool is_l1, const float2* weight_sf) {
+    if (tile.rows > 64) {
+        compute_share<HALVES>(p, smem, stage, me, {me.warpgroup * 64, 0}, tile, is_l1, weight_sf);
+    } else {
+        compute_share<1>(p, smem, stage, me, {0, me.warpgroup}, tile, is_l1, weight_sf);
+    }
+}
+
 DEVICE void math_role(const Params& p, u32 smem, const MathThread& me) {
     Stage stage;
     TileSlot slot;
     while (true) {
         const u32 offset = slot.index * sizeof(u64);
         const u32 full = smem + SMEM_TILE_FULL + offset;
-        wait_for_phase(p, full, slot.parity, ROLE_MATH, AWAITED_TILE_TASK, slot.index);
+        wait_as_math(p, full, slot.parity, AWAITED_TILE_TASK, slot.index);
         const uint4 task = load_shared_16(smem + SMEM_TILE_TASKS + slot.index * sizeof(uint4));
         const u32 phase = task.x & 0xffff;
         if (phase == 0) break;
@@ -1648,17 +1719,7 @@ DEVICE void math_role(const Params& p, u32 smem, const MathThread& me) {
         const u32 sf_tile = task.y * (is_l1 ? L1_N_TILES : L2_N_TILES) + tile.n_tile;
         const float2* weight_sf = reinterpret_cast<const float2*>(is_l1 ? p.w13_sf : p.w2_sf) +
                                   static_cast<u64>(sf_tile) * (is_l1 ? HIDDEN_BLOCKS : INTERMEDIATE_BLOCKS);
-        Accumulators acc;
-        if (me.warpgroup * 64 < tile.rows) {
-            accumulate(p, smem, stage, me, is_l1, weight_sf, acc);
-        } else {
-            pass_over(p, smem, stage, me, is_l1);
-        }
-        if (is_l1) {
-            l1_epilogue(p, smem, me, tile, acc);
-        } else {
-            l2_epilogue(p, smem, me, tile, acc);
-        }
+        compute_tile(p, smem, stage, me, tile, is_l1, weight_sf);
         __syncwarp();
         if (me.lane == 0) {
             mbarrier_arrive(smem + SMEM_TILE_STORED + offset);

@@ -13,7 +13,7 @@
 //   block_m           32: 16.0 rows per expert expected, 24.0 with two standard deviations: one tile holds
 //                     them
 //   operand_order     tokens_on_n: WGMMA's N goes in steps of 8, so 32 token rows need no padding to 64
-//   stages            5: 200288 of 232448 bytes of shared memory
+//   stages            5: 200304 of 232448 bytes of shared memory
 //   combine_columns   256: 64 units for 1188 warps
 //   experts_per_wave  4: 16 L1 tiles in all: less than 2 for each of 132 SMs, so one wave
 //   pull_bytes        512: a row of 512 bytes in 1 piece
@@ -101,9 +101,9 @@ constexpr u32 BARRIER_COUNTS_KNOWN = 1;  // all threads: the schedule can start
 constexpr u32 BARRIER_MATH = 2;  // math role
 constexpr u32 BARRIER_ROLES_DONE = 3;  // all threads: every role of this SM has left
 constexpr u32 BARRIER_WARPGROUP = 4;  // and 5, one per math warpgroup
-constexpr u32 ZEROED_BYTES = 144;  // from SMEM_CTA_FLAGS on
+constexpr u32 ZEROED_BYTES = 160;  // from SMEM_CTA_FLAGS on
 
-// ---------------------------------------------------------------- shared memory, 200288 bytes
+// ---------------------------------------------------------------- shared memory, 200304 bytes
 constexpr u32 SMEM_WEIGHT_STAGES = 0;  // u8[5][32768]
 constexpr u32 SMEM_TOKEN_STAGES = 163840;  // u8[5][5120]
 constexpr u32 SMEM_STAGING = 189440;  // u8[8192]
@@ -122,8 +122,8 @@ constexpr u32 SMEM_ORDER_FULL = 200080;  // u64[2]
 constexpr u32 SMEM_ORDER_EMPTY = 200096;  // u64[2]
 constexpr u32 SMEM_ORDER = 200112;  // u32[2]
 constexpr u32 SMEM_PULLED = 200120;  // u64[2]
-constexpr u32 SMEM_CTA_FLAGS = 200144;  // u32[4]
-constexpr u32 SMEM_CLAIMED_UNITS = 200160;  // u32[32]
+constexpr u32 SMEM_CTA_FLAGS = 200144;  // u32[8]
+constexpr u32 SMEM_CLAIMED_UNITS = 200176;  // u32[32]
 
 // ---------------------------------------------------------------- symmetric buffer, 700416 bytes
 constexpr u64 SYMM_CONTROL = 0;  // u32[32]
@@ -158,6 +158,7 @@ constexpr u32 LAUNCH_FINISHED = 5;  // SMs all of whose roles have left
 constexpr u32 CTA_FLAG_STOPPED = 0;  // a wait gave up
 constexpr u32 CTA_FLAG_LAST = 1;  // this SM is the last of its rank
 constexpr u32 CTA_FLAG_TILES = 2;  // tiles that the token loader handed on, and 1, once it has left
+constexpr u32 CTA_FLAG_STUCK = 4;  // what the math role waits for in vain, 0 if nothing
 constexpr u32 CTA_NEXT_UNIT = 3;  // combine units handed out after the last tile
 constexpr u32 ROLE_DISPATCH = 1;
 constexpr u32 ROLE_LOAD_TOKENS = 2;
@@ -203,6 +204,7 @@ struct Status {
     u32 launch;  // launch number of this buffer
     u32 aborted_by;  // rank + 1 of the peer whose abort stopped this rank, 0 if none
     u32 dropped_ids;  // expert ids out of range so far, dropped
+    u32 stuck;  // a phase that never completed, and trapped: see STUCK_BITS; 0 if none
 };
 
 extern __shared__ __align__(1024) u8 shared_memory[];
@@ -321,8 +323,8 @@ DEVICE void pause_nanoseconds(u32 duration) {
     asm volatile("nanosleep.u32 %0;" ::"r"(duration) : "memory");
 }
 
-// Ends the kernel with an error (PTX ISA 9.7.20).
-DEVICE void trap() { asm volatile("trap;" ::: "memory"); }
+// Ends the kernel with an error (PTX ISA 9.7.20). The compiler knows that nothing comes after it.
+DEVICE void trap() { __trap(); }
 
 // A word in shared memory that other threads of the CTA may write at the same time.
 DEVICE u32 load_relaxed_shared(u32 address) {
@@ -565,15 +567,34 @@ DEVICE bool wait_for_rank(const Params& p, u32 peer, u32 sequence, u32 role, u32
     return true;
 }
 
+// What never completes, as the status block tells it.
+DEVICE u32 stuck_word(u32 role, u32 awaited, u32 index) { return role << 28 | awaited << 24 | index << 16; }
+
+// Tells the host of a phase that never completes. That is a defect, and no memory can be trusted.
+DEVICE void trap_stuck(const Params& p, u32 word) {
+    store_release_sys(&reinterpret_cast<Status*>(p.status)->stuck, word | blockIdx.x);
+    trap();
+}
+
 // Waits for a phase that another role of this CTA completes. Roles leave only where no other waits for them,
-// in an aborted launch too, so a phase that never completes is a defect, and no memory can be trusted.
+// in an aborted launch too.
 DEVICE void wait_for_phase(const Params& p, u32 barrier, u32 parity, u32 role, u32 awaited, u32 index) {
     if (mbarrier_try_wait(barrier, parity)) return;
     const u64 start = global_nanoseconds();
     while (!mbarrier_try_wait(barrier, parity)) {
+        if (global_nanoseconds() - start > 2 * p.timeout_ns) trap_stuck(p, stuck_word(role, awaited, index));
+    }
+}
+
+// The same for the math role, which has no registers to spare and WGMMAs in flight: it leaves a note, and the
+// combine role, which waits as long as math does, traps.
+DEVICE void wait_as_math(const Params& p, u32 barrier, u32 parity, u32 awaited, u32 index) {
+    if (mbarrier_try_wait(barrier, parity)) return;
+    const u64 start = global_nanoseconds();
+    while (!mbarrier_try_wait(barrier, parity)) {
         if (global_nanoseconds() - start > 2 * p.timeout_ns) {
-            report_failure(p, role, awaited, index, 1, 0);
-            trap();
+            const u32 note = cta_flag(shared_address(shared_memory), CTA_FLAG_STUCK);
+            store_relaxed_shared(note, stuck_word(ROLE_MATH, awaited, index));
         }
     }
 }
@@ -602,7 +623,7 @@ DEVICE u32 empty_barrier(u32 smem, u32 stage) { return smem + SMEM_EMPTY + stage
 // The math role's wait for a stage's weights and tokens.
 DEVICE void wait_for_full_stage(const Params& p, u32 smem, const Stage& stage) {
     const u32 full = full_barrier(smem, stage.index);
-    wait_for_phase(p, full, stage.parity, ROLE_MATH, AWAITED_FULL_STAGE, stage.index);
+    wait_as_math(p, full, stage.parity, AWAITED_FULL_STAGE, stage.index);
 }
 
 // Stages of a tile: K blocks of L1 or L2.
@@ -1426,6 +1447,8 @@ DEVICE void combine_role(const Params& p, u32 smem, u32 lane) {
             }
             window = window + 32 < units ? window + 32 : 0;
         }
+        const u32 stuck = load_relaxed_shared(cta_flag(smem, CTA_FLAG_STUCK));
+        if (stuck != 0) trap_stuck(p, stuck);
         pause_nanoseconds(POLL_NS);
     }
     combine_rest<1, EARLY_ROW_LOADS>(p, smem, lane);
@@ -1637,13 +1660,24 @@ DEVICE void l2_epilogue(const Params& p, u32 smem, const MathThread& me, const M
 // in the combine buffers of their home ranks (L2). Signals: empty stages, and the combine role when a tile is
 // stored.
 
+DEVICE void compute_tile(const Params& p, u32 smem, Stage& stage, const MathThread& me, const MathTile& tile,
+                         bool is_l1, const float2* weight_sf) {
+    Accumulators acc;
+    accumulate(p, smem, stage, me, is_l1, weight_sf, acc);
+    if (is_l1) {
+        l1_epilogue(p, smem, me, tile, acc);
+    } else {
+        l2_epilogue(p, smem, me, tile, acc);
+    }
+}
+
 DEVICE void math_role(const Params& p, u32 smem, const MathThread& me) {
     Stage stage;
     TileSlot slot;
     while (true) {
         const u32 offset = slot.index * sizeof(u64);
         const u32 full = smem + SMEM_TILE_FULL + offset;
-        wait_for_phase(p, full, slot.parity, ROLE_MATH, AWAITED_TILE_TASK, slot.index);
+        wait_as_math(p, full, slot.parity, AWAITED_TILE_TASK, slot.index);
         const uint4 task = load_shared_16(smem + SMEM_TILE_TASKS + slot.index * sizeof(uint4));
         const u32 phase = task.x & 0xffff;
         if (phase == 0) break;
@@ -1652,13 +1686,7 @@ DEVICE void math_role(const Params& p, u32 smem, const MathThread& me) {
         const u32 sf_tile = task.y * (is_l1 ? L1_N_TILES : L2_N_TILES) + tile.n_tile;
         const float2* weight_sf = reinterpret_cast<const float2*>(is_l1 ? p.w13_sf : p.w2_sf) +
                                   static_cast<u64>(sf_tile) * (is_l1 ? HIDDEN_BLOCKS : INTERMEDIATE_BLOCKS);
-        Accumulators acc;
-        accumulate(p, smem, stage, me, is_l1, weight_sf, acc);
-        if (is_l1) {
-            l1_epilogue(p, smem, me, tile, acc);
-        } else {
-            l2_epilogue(p, smem, me, tile, acc);
-        }
+        compute_tile(p, smem, stage, me, tile, is_l1, weight_sf);
         __syncwarp();
         if (me.lane == 0) {
             mbarrier_arrive(smem + SMEM_TILE_STORED + offset);

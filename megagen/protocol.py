@@ -98,7 +98,11 @@ STATUS_FIELDS = (
     Field("launch", "u32", "launch number of this buffer"),
     Field("aborted_by", "u32", "rank + 1 of the peer whose abort stopped this rank, 0 if none"),
     Field("dropped_ids", "u32", "expert ids out of range so far, dropped"),
+    Field("stuck", "u32", "a phase that never completed, and trapped: see STUCK_BITS; 0 if none"),
 )
+
+#: Widths of the parts of `stuck`, from the highest bits down: RoleId, Awaited, `peer`, and the SM.
+STUCK_BITS = (4, 4, 8, 16)
 
 
 def params_fields(ranks: int, trace: bool = False) -> tuple[Field, ...]:

@@ -272,6 +272,7 @@ def _thread_constants(plan: KernelPlan) -> tuple[Constant, ...]:
         Constant("BARRIER_MATH", 2, "math role"),
         Constant("BARRIER_ROLES_DONE", 3, "all threads: every role of this SM has left"),
         Constant("BARRIER_WARPGROUP", 4, "and 5, one per math warpgroup"),
+        Constant("BARRIER_PAIR", 4, "and 5 to 7, one per pair of math warps that share rows"),
         Constant("ZEROED_BYTES", plan.smem.size - plan.smem["cta_flags"].offset, "from SMEM_CTA_FLAGS on"),
     )
 
@@ -287,6 +288,7 @@ def _code_constants() -> tuple[Constant, ...]:
         Constant("CTA_FLAG_STOPPED", 0, "a wait gave up"),
         Constant("CTA_FLAG_LAST", 1, "this SM is the last of its rank"),
         Constant("CTA_FLAG_TILES", 2, "tiles that the token loader handed on, and 1, once it has left"),
+        Constant("CTA_FLAG_STUCK", 4, "what the math role waits for in vain, 0 if nothing"),
         Constant("CTA_NEXT_UNIT", 3, "combine units handed out after the last tile"),
         *(Constant(f"ROLE_{role.name}", int(role)) for role in RoleId),
         *(Constant(f"AWAITED_{awaited.name}", int(awaited)) for awaited in Awaited),

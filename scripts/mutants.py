@@ -39,7 +39,7 @@ from scripts.mutation import Mutant, enumerate_mutants
 CLAIMS = Path(__file__).with_name("equivalent_mutants.toml")
 SHAPE = MoEShape(hidden=384, intermediate=256, experts=4, top_k=4)
 RANKS, MAX_TOKENS = 2, 72
-WITH_CODE = [f.name for f in STATUS_FIELDS if f.name not in ("aborted_by", "dropped_ids")]
+WITH_CODE = [f.name for f in STATUS_FIELDS if f.name not in ("aborted_by", "dropped_ids", "stuck")]
 """Fields of a status block that are written before its code, and the code."""
 
 STEPS = 8  # times those of the unmutated kernel: a run that takes longer is stopped

@@ -377,7 +377,7 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("pulled", "u64", (DISPATCH_WARPS,), 8),
         ("tmem_base", "u32", (1,), 16),
         # From here on the kernel zeroes everything at its start.
-        ("cta_flags", "u32", (4,), 16),
+        ("cta_flags", "u32", (8,), 16),
         ("claimed_units", "u32", (EARLY_UNITS // 32,), 16),
         *((("trace_count", "u32", (16,), 16),) if trace else ()),
     )

@@ -109,13 +109,15 @@ def cta_smem(
     # Output staging: 16 rows per math warp, or 128 bytes per token and warpgroup. Routes are counted in it
     # before.
     staging = max(MATH_WARPS * WARP_STAGING_BYTES if on_m else 2 * block_m * 128, contract.shape.experts * 4)
-    amax = () if on_m else (("amax", "f32", (MATH_WARPS, block_m), 16), ("inverse_sf", "f32", (block_m,), 16))
+    amax_rows = 8 if on_m else block_m  # that a math warp knows a part of
+    inverse_sf = () if on_m else (("inverse_sf", "f32", (block_m,), 16),)
     return smem_layout(
         ("weight_stages", "u8", (stages, BLOCK_N * BLOCK_K), 1024),
         ("token_stages", "u8", (stages, align_up(token_tile_bytes(block_m), 1024)), 1024),
         ("staging", "u8", (staging,), 128),
         ("pull", "u8", (PULL_BUFFERS, pull_bytes), 128),
-        *amax,
+        ("amax", "f32", (MATH_WARPS, amax_rows), 16),
+        *inverse_sf,
         ("expert_count", "u32", (experts,), 16),
         ("expert_block", "u32", (experts,), 16),
         ("tile_tasks", "u32", (TILE_SLOTS, 4), 16),
@@ -129,7 +131,7 @@ def cta_smem(
         ("order", "u32", (ORDER_SLOTS,), 8),
         ("pulled", "u64", (PULL_BUFFERS,), 8),
         # From here on the kernel zeroes everything at its start.
-        ("cta_flags", "u32", (4,), 16),
+        ("cta_flags", "u32", (8,), 16),
         ("claimed_units", "u32", (EARLY_UNITS // 32,), 16),
         *((("trace_count", "u32", (12,), 16),) if trace else ()),
     )

@@ -182,7 +182,10 @@ class SymmBuffer:
                 launch has made progress for twice the limit, so that it can't have started.
             DeviceError: a kernel faulted.
         """
-        finished = self._wait(host_limit(timeout_s))
+        try:
+            finished = self._wait(host_limit(timeout_s))
+        except DeviceError as fault:
+            raise self.pending_error(timeout_s) or fault from fault
         error = self.pending_error(timeout_s)
         if error is not None:
             raise error
