@@ -84,8 +84,8 @@ def stuck(rank: int, word: int, timeout_s: float) -> MegaMoETimeout:
     sm, index, awaited, role = parts
     return MegaMoETimeout(
         f"rank {rank}, SM {sm}, role {RoleId(role).name.lower()}: waited more than {2 * timeout_s:g} s for "
-        f"{AWAITED_TEXT[Awaited(awaited)].format(peer=index)}, which another role of its SM owes it: a defect of "
-        "the kernel, or a copy that never ended. It trapped; the process can't use the GPU any more"
+        f"{AWAITED_TEXT[Awaited(awaited)].format(peer=index)}, which another role of its SM owes it: a "
+        "defect of the kernel, or a copy that never ended. It trapped; the process can't use the GPU any more"
     )
 
 

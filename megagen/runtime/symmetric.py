@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megagen.contract import Contract, Region
-from megagen.errors import InputError, MegaMoETimeout
+from megagen.errors import DeviceError, InputError, MegaMoETimeout
 from megagen.planning.plan import ZEROED_LOCAL, ZEROED_SYMMETRIC, KernelPlan
 from megagen.planning.sm90 import LARGEST_BLOCK_M, local_layout
 from megagen.runtime.driver import Gpu, private_stream, require_gpu
