@@ -33,7 +33,6 @@ class Awaited(IntEnum):
     PULLED_ROW = 8
     NUM_TOKENS_IN_RANGE = 9
     TILE_NUMBER = 10
-    LANDING = 11
 
 
 class TraceState(IntEnum):
@@ -68,7 +67,6 @@ AWAITED_TEXT = {
     Awaited.PULLED_ROW: "a token row that is on its way",
     Awaited.NUM_TOKENS_IN_RANGE: "num_tokens within max_tokens",
     Awaited.TILE_NUMBER: "the next tile's number",
-    Awaited.LANDING: "a piece of a row in landing slot {peer}",
 }
 
 
