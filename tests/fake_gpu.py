@@ -13,7 +13,7 @@ from megagen.compiler import CompiledKernel
 from megagen.contract import Contract
 from megagen.planning import PlanSet
 from megagen.protocol import params_fields, struct_offsets
-from megagen.runtime import driver, kernels, launch, local, symmetric
+from megagen.runtime import driver, kernels, launch, layer, local, symmetric
 from megagen.runtime.kernels import KernelBundle
 from megagen.runtime.topology import RankPlace
 
@@ -57,7 +57,7 @@ class FakeStream:
 
 
 class FakeDriver:
-    """cuda-python's driver module with calls that need no GPU; records launches as (grid, params, stream)."""
+    """cuda-python's driver module with calls that need no GPU; records launches with their parameters."""
 
     def __init__(self) -> None:
         from cuda.bindings import driver as real
@@ -83,6 +83,7 @@ class FakeDriver:
                 grid=config.gridDimX,
                 threads=config.blockDimX,
                 shared=config.sharedMemBytes,
+                stream=int(config.hStream),
                 cooperative=bool(config.numAttrs),
                 params=SimpleNamespace(**values),
             )
@@ -123,6 +124,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(symmetric, "place_of", lambda gpu: RankPlace("host", "gpu", "", ()))
     monkeypatch.setattr(kernels, "_compile", fake_compile)
     monkeypatch.delenv(kernels.KERNELS_VARIABLE, raising=False)
+    monkeypatch.setattr(layer, "current_stream", lambda index: 0)
     for name in ("current_stream", "default_stream", "ExternalStream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: FakeStream(0))
     driver._load.cache_clear()

@@ -17,7 +17,7 @@ from megagen.contract import Contract
 from megagen.planning import PlanSet, make_plan
 from megagen.protocol import STATUS_FIELDS, Awaited, RoleId, params_fields, struct_offsets
 from megagen.runtime import driver, kernels, layer, local
-from megagen.runtime.arguments import ArgumentCheck
+from megagen.runtime.arguments import ArgumentCheck, row_bytes
 from megagen.runtime.layer import MegaMoE
 from megagen.runtime.params import ParamStruct
 from megagen.runtime.patience import wait_for_streams
@@ -108,7 +108,15 @@ def test_good_arguments_pass(tokens: int) -> None:
 def test_row_stride_of_a_slice_is_used() -> None:
     wide = torch.zeros(4, 1024, dtype=torch.bfloat16)[:, :512]
     assert ArgumentCheck(CONTRACT, CPU).tokens(**good(x=wide)) == 4
-    assert ArgumentCheck.row_bytes(wide, 4) == 2048
+    assert row_bytes(wide) == 2048
+
+
+def test_the_stride_of_a_single_row_does_not_matter() -> None:
+    check = ArgumentCheck(CONTRACT, CPU)
+    odd = torch.zeros(4, 513, dtype=torch.bfloat16)[:1, :512]
+    assert check.tokens(**good(1, x=odd)) == 1
+    with pytest.raises(errors.InputError, match="contiguous"):
+        check.tokens(**good(1, x=torch.zeros(1, 1024, dtype=torch.bfloat16)[:, ::2]))
 
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -119,6 +127,7 @@ BAD_ARGUMENTS = {
     "x dimensions": ({"x": torch.zeros(512, dtype=BF16)}, r"x has shape \[512\]"),
     "x device": ({"x": torch.zeros(4, 512, dtype=BF16, device="meta")}, "x is on meta"),
     "x transposed": ({"x": torch.zeros(512, 4, dtype=BF16).T}, "x has strides.*contiguous"),
+    "x rows misaligned": ({"x": torch.zeros(4, 516, dtype=BF16)[:, :512]}, "multiples of 16 bytes"),
     "x misaligned": ({"x": torch.zeros(4, 516, dtype=BF16)[:, 4:]}, "multiples of 16 bytes"),
     "ids dtype": (
         {"topk_ids": torch.zeros(4, 2)},
