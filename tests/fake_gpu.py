@@ -15,7 +15,6 @@ from megagen.planning import PlanSet
 from megagen.protocol import params_fields, struct_offsets
 from megagen.runtime import driver, kernels, launch, layer, local, symmetric
 from megagen.runtime.kernels import KernelBundle
-from megagen.runtime.topology import RankPlace
 
 CPU = torch.device("cpu")
 
@@ -121,7 +120,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         monkeypatch.setattr(module, "private_stream", lambda *_: FakeStream(0))
         monkeypatch.setattr(module, "require_gpu", lambda device: FakeGpu(0, "fake", Arch.get("sm90"), 132))
     monkeypatch.setattr(symmetric, "Progress", FakeProgress)
-    monkeypatch.setattr(symmetric, "place_of", lambda gpu: RankPlace("host", "gpu", "", ()))
     monkeypatch.setattr(kernels, "_compile", fake_compile)
     monkeypatch.delenv(kernels.KERNELS_VARIABLE, raising=False)
     monkeypatch.setattr(layer, "current_stream", lambda index: 0)
