@@ -183,6 +183,20 @@ def test_out_is_checked() -> None:
             check.output(bad, 4)
 
 
+def test_scale_factors_and_out_must_be_tensors() -> None:
+    check = ArgumentCheck(CONTRACT, CPU)
+    with pytest.raises(errors.InputError, match="x's scale factors is a list"):
+        check.tokens(**good(x=torch.zeros(4, 512).to(E4M3), x_sf=[1.0]))
+    with pytest.raises(errors.InputError, match="out is a list"):
+        check.output([0.0], 4)
+
+
+@pytest.mark.parametrize("value", [2.5, "3"])
+def test_num_tokens_must_be_whole(value: object) -> None:
+    with pytest.raises(errors.InputError, match=f"num_tokens={value!r} is a {type(value).__name__}"):
+        ArgumentCheck(CONTRACT, CPU).count(value, 4)
+
+
 def test_num_tokens_is_checked() -> None:
     check = ArgumentCheck(CONTRACT, CPU)
     assert check.count(3, 4) == (3, 0)

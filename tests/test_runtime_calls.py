@@ -160,6 +160,12 @@ def test_check_notices_a_grid_that_never_starts(moe: MegaMoE, monkeypatch: pytes
         moe.check()
 
 
+def test_a_tuple_must_be_values_and_scale_factors(moe: MegaMoE) -> None:
+    x, ids, weights = call_arguments(1)
+    with pytest.raises(errors.InputError, match="x is a tuple of 1"):
+        moe((x,), ids, weights)
+
+
 def test_calls_before_weights_are_refused(fake: FakeDriver) -> None:
     with pytest.raises(errors.InputError, match="load_weights"):
         MegaMoE(TINY, max_tokens=8)(*call_arguments(1))

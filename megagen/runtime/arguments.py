@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import NoReturn
 
 import torch
@@ -86,6 +87,8 @@ class ArgumentCheck:
         except AttributeError:
             for name, value in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
                 _require_tensor(name, value)
+            if x_sf is not None:
+                _require_tensor("x's scale factors", x_sf)
             raise
         return tokens
 
@@ -93,7 +96,8 @@ class ArgumentCheck:
         """InputError unless ``out`` can take the result."""
         shape = (tokens, self._hidden)
         if (
-            out.shape != shape
+            not isinstance(out, torch.Tensor)
+            or out.shape != shape
             or out.dtype is not torch.bfloat16
             or out.device != self._device
             or not out.is_contiguous()
@@ -105,7 +109,7 @@ class ArgumentCheck:
         """(num_tokens, address of a device count or 0) as kernels take them.
 
         Raises:
-            InputError: a number above the rows of x, or a tensor that is no int32 on the device.
+            InputError: no whole number within the rows of x, or a tensor that is no int32 on the device.
         """
         if isinstance(num_tokens, torch.Tensor):
             if num_tokens.numel() != 1 or num_tokens.dtype is not torch.int32:
@@ -113,9 +117,16 @@ class ArgumentCheck:
             if num_tokens.device != self._device:
                 self._explain("num_tokens", num_tokens, tuple(num_tokens.shape), (torch.int32,))
             return tokens, num_tokens.data_ptr()
-        if not 0 <= num_tokens <= tokens:
-            raise InputError(f"num_tokens={num_tokens} is not within 0 and the {tokens} rows of x")
-        return int(num_tokens), 0
+        try:
+            count = index(num_tokens)
+        except TypeError as error:
+            raise InputError(
+                f"num_tokens={num_tokens!r} is a {type(num_tokens).__name__}; give an int, or an int32 on "
+                f"{self._device}"
+            ) from error
+        if not 0 <= count <= tokens:
+            raise InputError(f"num_tokens={count} is not within 0 and the {tokens} rows of x")
+        return count, 0
 
     @staticmethod
     def _rows_fit(x: torch.Tensor) -> bool:

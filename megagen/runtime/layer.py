@@ -259,6 +259,8 @@ class MegaMoE:
             self._raise_pending()
         x_sf = None
         if isinstance(x, tuple):
+            if len(x) != 2:
+                raise InputError(f"x is a tuple of {len(x)}; give a tensor or (values, scale factors)")
             x, x_sf = x
         tokens, count_pointer = self._arguments.tokens(x, x_sf, topk_ids, topk_weights), 0
         if out is None:
