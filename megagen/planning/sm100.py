@@ -16,7 +16,6 @@ from megagen.contract import SF_BLOCK, Contract, Layout, align_up, ceil_div, lay
 from megagen.errors import PlanError
 from megagen.planning.plan import (
     BLOCK_K,
-    EARLY_UNITS,
     ORDER_SLOTS,
     TILE_SLOTS,
     Choice,
@@ -378,7 +377,6 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("tmem_base", "u32", (1,), 16),
         # From here on the kernel zeroes everything at its start.
         ("cta_flags", "u32", (8,), 16),
-        ("claimed_units", "u32", (EARLY_UNITS // 32,), 16),
         *((("trace_count", "u32", (16,), 16),) if trace else ()),
     )
 

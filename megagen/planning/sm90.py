@@ -10,8 +10,6 @@ from megagen.contract import SF_BLOCK, Contract, Layout, align_up, lay_out
 from megagen.errors import PlanError
 from megagen.planning.plan import (
     BLOCK_K,
-    EARLY_UNITS,
-    MIN_LANDING_BYTES,
     ORDER_SLOTS,
     TILE_SLOTS,
     Choice,
@@ -21,7 +19,7 @@ from megagen.planning.plan import (
     smem_layout,
 )
 from megagen.planning.rules import choose_combine_columns, choose_experts_per_wave, choose_pull_bytes
-from megagen.planning.workload import likely_blocks, likely_rows_per_expert, rows_per_expert
+from megagen.planning.workload import likely_rows_per_expert, rows_per_expert
 
 BLOCK_N = 256  # weight rows of a tile: one SF group of 128 intermediate columns, gate and up
 PULL_BUFFERS = 2  # token rows that a dispatch warp has in flight
@@ -31,7 +29,6 @@ LADDER = (16, 32, 64, 128)  # BLOCK_M values of sm90
 LARGEST_BLOCK_M = LADDER[-1]
 SMALLEST_BLOCK_M = LADDER[0]
 MAX_STAGES = 8  # enough: 8 stages of 40 KiB hide 10 us of latency at an SM's share of HBM bandwidth
-PREFETCH_BLOCKS = 6  # 132 SMs fill half of an L2 cache of 50 MB with as many
 MAX_PULL_BYTES = 7168  # two row buffers of this size leave room for the stages
 
 
@@ -51,11 +48,6 @@ class Sm90Plan(KernelPlan):
     @property
     def token_tile_bytes(self) -> int:
         return token_tile_bytes(self.block_m)
-
-    @property
-    def prefetch_blocks(self) -> int:
-        """K blocks that an SM fetches to the L2 cache at a time, twice, before its first tile starts."""
-        return min(PREFETCH_BLOCKS, self.contract.shape.hidden // BLOCK_K // 2)
 
     @property
     def pool_rows(self) -> int:
@@ -122,7 +114,7 @@ def cta_smem(
         ("weight_stages", "u8", (stages, BLOCK_N * BLOCK_K), 1024),
         ("token_stages", "u8", (stages, align_up(token_tile_bytes(block_m), 1024)), 1024),
         ("staging", "u8", (staging,), 128),
-        ("pull", "u8", (max(PULL_BUFFERS * pull_bytes, MIN_LANDING_BYTES),), 128),
+        ("pull", "u8", (PULL_BUFFERS, pull_bytes), 128),
         ("amax", "f32", (MATH_WARPS, amax_rows), 16),
         *inverse_sf,
         ("expert_count", "u32", (experts,), 16),
@@ -130,6 +122,7 @@ def cta_smem(
         ("tile_tasks", "u32", (TILE_SLOTS, 4), 16),
         ("full", "u64", (stages,), 8),
         ("empty", "u64", (stages,), 8),
+        ("own_weights", "u64", (1,), 8),
         ("tile_full", "u64", (TILE_SLOTS,), 8),
         ("tile_empty", "u64", (TILE_SLOTS,), 8),
         ("tile_stored", "u64", (TILE_SLOTS,), 8),
@@ -137,10 +130,8 @@ def cta_smem(
         ("order_empty", "u64", (ORDER_SLOTS,), 8),
         ("order", "u32", (ORDER_SLOTS,), 8),
         ("pulled", "u64", (PULL_BUFFERS,), 8),
-        ("pull_done", "u64", (1,), 8),
         # From here on the kernel zeroes everything at its start.
         ("cta_flags", "u32", (8,), 16),
-        ("claimed_units", "u32", (EARLY_UNITS // 32,), 16),
         *((("trace_count", "u32", (12,), 16),) if trace else ()),
     )
 
@@ -245,7 +236,6 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
         roles=roles,
         expected_tokens=tokens,
         combine_columns=columns,
-        likely_blocks=likely_blocks(contract, tokens, block_m),
         choices=(
             Choice("block_m", str(block_m), block_reason),
             Choice("operand_order", order, order_reason),
