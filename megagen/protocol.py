@@ -33,6 +33,7 @@ class Awaited(IntEnum):
     PULLED_ROW = 8
     NUM_TOKENS_IN_RANGE = 9
     TILE_NUMBER = 10
+    PLACE_OF_BLOCK = 11
 
 
 class TraceState(IntEnum):
@@ -67,6 +68,7 @@ AWAITED_TEXT = {
     Awaited.PULLED_ROW: "a token row that is on its way",
     Awaited.NUM_TOKENS_IN_RANGE: "num_tokens within max_tokens",
     Awaited.TILE_NUMBER: "the next tile's number",
+    Awaited.PLACE_OF_BLOCK: "the L1 tiles of pool block {peer}, whose place another block takes",
 }
 
 

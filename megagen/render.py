@@ -14,6 +14,7 @@ from megagen.contract import SF_BLOCK, Contract, Layout
 from megagen.errors import PlanError
 from megagen.files import templates_dir
 from megagen.planning.plan import BLOCK_K, ORDER_SLOTS, TILE_SLOTS, KernelPlan
+from megagen.planning.rules import PANEL_BLOCKS
 from megagen.planning.sm90 import BLOCK_N, MATH_WARPS, PULL_BUFFERS, WARP_STAGING_BYTES
 from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, Awaited, RoleId, TraceState, params_fields
 
@@ -78,6 +79,7 @@ def render(plan: KernelPlan) -> str:
             hidden=contract.shape.hidden,
             top_k=contract.shape.top_k,
             wgmma_n=128 if plan.operand_order == "tokens_on_m" else plan.block_m,
+            ring=plan.is_ring,
             pull_pieces=contract.shape.hidden // plan.pull_bytes,
             step_columns=plan.combine_step_columns,
             math_warps=MATH_WARPS,
@@ -228,6 +230,8 @@ def _tile_constants(plan: KernelPlan) -> tuple[Constant, ...]:
         Constant("L1_N_TILES", plan.weight_layout.n_tiles13, "tiles of BLOCK_N weight rows per expert"),
         Constant("L2_N_TILES", plan.weight_layout.n_tiles2, "tiles of BLOCK_N weight rows per expert"),
         Constant("EXPERTS_PER_WAVE", plan.experts_per_wave),
+        Constant("PANEL_BLOCKS", PANEL_BLOCKS, "row blocks of an expert that are worked on together"),
+        Constant("L1_RING_BLOCKS", plan.l1_ring_blocks, "blocks of pulled rows that there is room for"),
         Constant("OWN_TILE", "~0u", "in place of a tile number"),
         Constant("EARLY_STAGES", early_stages, "stages whose weights travel before the counts are known"),
     )

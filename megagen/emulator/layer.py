@@ -115,6 +115,8 @@ class EmulatedLayer:
         for kernel in kernels:
             if kernel.plan.contract != contract:
                 raise InputError(f"kernel {kernel.plan.name} is for another contract than the layer's")
+        for kernel, count in zip(kernels, sms, strict=True):
+            kernel.plan.require_ring_for(count)
         self.contract, self.kernels, self.sms = contract, tuple(kernels), tuple(sms)
         ranks = contract.ranks + bystanders
         self.machine = Machine(kernels[0].plan.arch, ranks=ranks, sms=max(sms), **machine)

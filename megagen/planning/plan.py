@@ -16,6 +16,7 @@ from typing import Any, Literal
 from megagen.arch import Arch
 from megagen.contract import DTYPE_BYTES, Contract, Layout, Region, WeightLayout, align_up
 from megagen.errors import PlanError
+from megagen.planning.rules import least_ring_blocks
 
 OperandOrder = Literal["tokens_on_m", "tokens_on_n"]
 
@@ -70,8 +71,9 @@ class KernelPlan(ABC):
     `block_m`: token rows of a tile. `operand_order`: ``tokens_on_m`` gives each math warpgroup 64 token rows
     of the tile, ``tokens_on_n`` (A and B swapped) gives it 128 weight rows. `stages`: depth of the load
     pipeline. `experts_per_wave`: experts whose L1 tiles precede their L2 tiles. `pull_bytes`: piece of a
-    token row that a dispatch warp copies at a time. `combine_columns`: columns of one token that a warp
-    combines at a time. `lone_publisher_routes`: up to so many routes of a rank, one SM publishes them all.
+    token row that a dispatch warp copies at a time. `l1_ring_blocks`: blocks of pulled token rows that there
+    is room for; if more may come, it is a ring. `combine_columns`: columns of one token that a warp combines
+    at a time. `lone_publisher_routes`: up to so many routes of a rank, one SM publishes them all.
     `trace`: the kernel records what each warp does.
     """
 
@@ -84,6 +86,7 @@ class KernelPlan(ABC):
     pull_bytes: int
     roles: tuple[Role, ...]
     expected_tokens: int
+    l1_ring_blocks: int
     combine_columns: int
     lone_publisher_routes: int = 1024
     trace: bool = False
@@ -132,6 +135,11 @@ class KernelPlan(ABC):
     @property
     def combine_step_bytes(self) -> int:
         return 2 * self.combine_step_columns
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether pulled rows may have to wait for the place of others."""
+        return self.l1_ring_blocks < self.max_blocks
 
     @property
     def max_blocks(self) -> int:
@@ -211,6 +219,7 @@ class KernelPlan(ABC):
                 pull_bytes=values["pull_bytes"],
                 roles=tuple(Role(**role) for role in values["roles"]),
                 expected_tokens=values["expected_tokens"],
+                l1_ring_blocks=values["l1_ring_blocks"],
                 combine_columns=values["combine_columns"],
                 lone_publisher_routes=values["lone_publisher_routes"],
                 trace=values["trace"],
@@ -234,7 +243,8 @@ class KernelPlan(ABC):
     def validate(self) -> None:
         """Raises PlanError naming the constraint that this plan breaks; one that passes fits the machine."""
         arch, hidden = Arch.get(self.arch), self.contract.shape.hidden
-        for name in ("block_m", "stages", "experts_per_wave", "pull_bytes", "combine_columns"):
+        sizes = ("block_m", "stages", "experts_per_wave", "pull_bytes", "l1_ring_blocks", "combine_columns")
+        for name in sizes:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise PlanError(f"{name}={value!r}: give a positive integer")
@@ -255,6 +265,12 @@ class KernelPlan(ABC):
             raise PlanError(
                 f"pull_bytes={self.pull_bytes} must divide the row of {hidden} bytes, in multiples of 16"
             )
+        fewest = min(least_ring_blocks(self.contract, self.block_m, sms=1), self.max_blocks)
+        if not fewest <= self.l1_ring_blocks <= self.max_blocks:
+            raise PlanError(
+                f"l1_ring_blocks={self.l1_ring_blocks} is not within {fewest}, with which nothing waits for "
+                f"ever, and the {self.max_blocks} blocks of the whole pool"
+            )
         if hidden % self.combine_columns or self.combine_columns % 128:
             raise PlanError(
                 f"combine_columns={self.combine_columns} must divide the row of {hidden} columns, "
@@ -273,6 +289,15 @@ class KernelPlan(ABC):
             raise PlanError(
                 f"registers: the roles ask for {granted}, a launch of {self.threads} threads "
                 f"allocates {launched}"
+            )
+
+    def require_ring_for(self, sms: int) -> None:
+        """PlanError if so many SMs would pull more first rows than the ring of pulled rows holds."""
+        fewest = min(least_ring_blocks(self.contract, self.block_m, sms), self.max_blocks)
+        if self.l1_ring_blocks < fewest:
+            raise PlanError(
+                f"l1_ring_blocks={self.l1_ring_blocks}: {sms} SMs need at least {fewest} blocks; give the "
+                "kernel fewer SMs with num_sms, or plan with a larger ring"
             )
 
     @abstractmethod

@@ -479,6 +479,7 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
         pull_bytes=pull_bytes,
         roles=roles,
         expected_tokens=tokens,
+        l1_ring_blocks=pool_rows(contract) // block_m,
         combine_columns=columns,
     )
     plan.validate()

@@ -18,7 +18,12 @@ from megagen.planning.plan import (
     Role,
     smem_layout,
 )
-from megagen.planning.rules import choose_combine_columns, choose_experts_per_wave, choose_pull_bytes
+from megagen.planning.rules import (
+    choose_combine_columns,
+    choose_experts_per_wave,
+    choose_pull_bytes,
+    choose_ring_blocks,
+)
 from megagen.planning.workload import likely_rows_per_expert, rows_per_expert
 
 BLOCK_N = 256  # weight rows of a tile: one SF group of 128 intermediate columns, gate and up
@@ -64,7 +69,7 @@ class Sm90Plan(KernelPlan):
     @cached_property
     def local(self) -> Layout:
         """Local workspace: plain device memory of this rank, zeroed once before the first launch."""
-        return local_layout(self.contract, self.block_m)
+        return local_layout(self.contract, self.block_m, self.l1_ring_blocks)
 
     def _check_form(self) -> None:
         if self.arch != "sm90" or self.contract.format != "fp8_block":
@@ -136,7 +141,13 @@ def cta_smem(
     )
 
 
-def local_layout(contract: Contract, block_m: int) -> Layout:
+def largest_ring(contract: Contract, sms: int) -> int:
+    """Blocks of pulled rows for the largest tile, whose plans need the most memory."""
+    blocks = pool_rows(contract, LARGEST_BLOCK_M) // LARGEST_BLOCK_M
+    return choose_ring_blocks(contract, LARGEST_BLOCK_M, sms, blocks)[0]
+
+
+def local_layout(contract: Contract, block_m: int, l1_ring_blocks: int) -> Layout:
     """Local workspace of one rank for tiles of `block_m` rows.
 
     Everything up to the tiles is sized for the smallest tile, so that all plans of a contract agree on where
@@ -155,7 +166,7 @@ def local_layout(contract: Contract, block_m: int) -> Layout:
         ("l2_finished", "u32", (blocks,)),
         ("row_source", "u64", (rows,)),
         ("row_weight", "f32", (rows,)),
-        ("l1_tiles", "u8", (rows // block_m, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),
+        ("l1_tiles", "u8", (l1_ring_blocks, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),
         ("l2_tiles", "u8", (rows // block_m, shape.intermediate // SF_BLOCK, token_tile_bytes(block_m))),
     )
 
@@ -225,6 +236,8 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
     columns, columns_reason = choose_combine_columns(contract, sms * (MATH_WARPS + 1), tokens)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens)
     roles, role_reason = roles_sm90()
+    pool_blocks = pool_rows(contract, block_m) // block_m
+    ring, ring_reason = choose_ring_blocks(contract, block_m, arch.sms, pool_blocks)
     plan = Sm90Plan(
         contract=contract,
         arch=arch.name,
@@ -235,6 +248,7 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
         pull_bytes=pull_bytes,
         roles=roles,
         expected_tokens=tokens,
+        l1_ring_blocks=ring,
         combine_columns=columns,
         choices=(
             Choice("block_m", str(block_m), block_reason),
@@ -243,6 +257,7 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
             Choice("combine_columns", str(columns), columns_reason),
             Choice("experts_per_wave", str(wave), wave_reason),
             Choice("pull_bytes", str(pull_bytes), pull_reason),
+            Choice("l1_ring_blocks", str(ring), ring_reason),
             Choice("roles", " + ".join(f"{r.warps * 32} x {r.registers}" for r in roles), role_reason),
         ),
     )

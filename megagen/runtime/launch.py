@@ -78,6 +78,7 @@ class MoELauncher(Launcher):
         self, plan: KernelPlan, kernel: CompiledKernel, buffer: SymmBuffer, *, sms: int, timeout_s: float
     ) -> None:
         buffer.require_room(plan)
+        plan.require_ring_for(sms)
         super().__init__(
             kernel,
             params_fields(plan.contract.ranks, plan.trace),
