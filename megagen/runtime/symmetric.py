@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megagen.arch import Arch
 from megagen.contract import Contract, Region
 from megagen.errors import DeviceError, InputError, MegaMoETimeout
 from megagen.planning.plan import ZEROED_LOCAL, ZEROED_SYMMETRIC, KernelPlan
@@ -126,9 +125,7 @@ class SymmBuffer:
         self.contract, self.peers, self.gpu = contract, peers, gpu
         self.offsets = offsets
         self._symm = memory
-        self._local_layout = local_layout(
-            contract, LARGEST_BLOCK_M, largest_ring(contract, Arch.get(gpu.arch).sms)
-        )
+        self._local_layout = local_layout(contract, LARGEST_BLOCK_M, largest_ring(contract, gpu.arch.sms))
         self._local = _zeros(self._local_layout.size, gpu)
         self.symm_address, self.local_address = memory.data_ptr(), self._local.data_ptr()
         self.status = StatusBlock()
