@@ -17,6 +17,8 @@ class RoleId(IntEnum):
     LOAD_WEIGHTS = 3
     MATH = 4
     COMBINE = 5
+    ISSUE_MMA = 6
+    EPILOGUE = 7
 
 
 class Awaited(IntEnum):
@@ -33,6 +35,8 @@ class Awaited(IntEnum):
     PULLED_ROW = 8
     NUM_TOKENS_IN_RANGE = 9
     TILE_NUMBER = 10
+    FULL_ACCUMULATOR = 11
+    EMPTY_ACCUMULATOR = 12
 
 
 class TraceState(IntEnum):
@@ -67,6 +71,8 @@ AWAITED_TEXT = {
     Awaited.PULLED_ROW: "a token row that is on its way",
     Awaited.NUM_TOKENS_IN_RANGE: "num_tokens within max_tokens",
     Awaited.TILE_NUMBER: "the next tile's number",
+    Awaited.FULL_ACCUMULATOR: "the result of the MMAs in accumulator {peer}",
+    Awaited.EMPTY_ACCUMULATOR: "the release of accumulator {peer}",
 }
 
 
@@ -101,16 +107,34 @@ STATUS_FIELDS = (
 )
 
 
-def params_fields(ranks: int, trace: bool = False) -> tuple[Field, ...]:
-    """The kernel's one parameter, a struct."""
+def params_fields(ranks: int, trace: bool = False, tensor_maps: bool = False) -> tuple[Field, ...]:
+    """The kernel's one parameter, a struct.
+
+    `tensor_maps`: weights are read through tensor maps (Blackwell) instead of by address.
+    """
     records = "trace records, [SMs][warps][TRACE_CAPACITY] of u32 {ns, SM clock, state, argument}"
+    if tensor_maps:
+        maps = (
+            Field("w13_map", "TensorMap", "gate and up weights, unpacked by the copy"),
+            Field("w2_map", "TensorMap", "down weights, unpacked by the copy"),
+        )
+        weights = (
+            Field("w13_sf", "u64", "scale factors of w13, kernel layout"),
+            Field("w2_sf", "u64", "scale factors of w2, kernel layout"),
+        )
+    else:
+        maps = ()
+        weights = (
+            Field("w13", "u64", "gate and up weights, kernel layout"),
+            Field("w13_sf", "u64", "their scale factors, (gate, up) pairs"),
+            Field("w2", "u64", "down weights, kernel layout"),
+            Field("w2_sf", "u64", "their scale factors, pairs"),
+        )
     return (
+        *maps,
         Field("symm", "u64", "this rank's symmetric buffer"),
         Field("local", "u64", "this rank's local workspace"),
-        Field("w13", "u64", "gate and up weights, kernel layout"),
-        Field("w13_sf", "u64", "their scale factors, (gate, up) pairs"),
-        Field("w2", "u64", "down weights, kernel layout"),
-        Field("w2_sf", "u64", "their scale factors, pairs"),
+        *weights,
         Field("output", "u64", "y: bfloat16 [num_tokens][H]"),
         Field("num_tokens_ptr", "u64", "device u32 with the token count, or 0 to use num_tokens"),
         Field("status", "u64", "status block, pinned host memory"),

@@ -6,38 +6,37 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import jinja2
 
 from megagen import __version__, companion
+from megagen.constants import Constant, ConstantGroup
 from megagen.contract import SF_BLOCK, Contract, Layout
-from megagen.errors import PlanError
 from megagen.files import templates_dir
 from megagen.planning.plan import BLOCK_K, EARLY_UNITS, ORDER_SLOTS, TILE_SLOTS, KernelPlan
 from megagen.planning.sm90 import BLOCK_N, MATH_WARPS, PULL_BUFFERS, WARP_STAGING_BYTES
+from megagen.planning.sm100 import Sm100Plan
 from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, Awaited, RoleId, TraceState, params_fields
+from megagen.render_sm100 import (
+    sm100_context,
+    sm100_parts,
+    sm100_threads,
+    sm100_tiles,
+)
+
+COMMON_PARTS = tuple(
+    f"common/{part}.cuh.j2"
+    for part in ("watchdog", "pipeline", "compute", "barriers", "scheduler", "publish", "dispatch")
+)
+"""Templates between the primitives and the load roles, the same on all architectures."""
 
 ENTRY = "megamoe"
 QUANTIZE_ENTRY = "quantize_inputs"
+EARLY_ROW_LOADS = {"sm90": 4, "sm100": 2, "sm103": 2}  # what the combine role's registers hold
 COMBINE_STEP_COLUMNS = 256  # 16 bytes for each lane
 POLL_NS = 200
 DRAIN_NS = 50_000  # far above the time that an issued bulk copy takes to land
-
-
-@dataclass(frozen=True)
-class Constant:
-    """One named number of the source; `comment` gives its unit or meaning."""
-
-    name: str
-    value: int | str
-    comment: str = ""
-    ctype: str = "u32"
-
-
-@dataclass(frozen=True)
-class ConstantGroup:
-    title: str
-    constants: tuple[Constant, ...]
 
 
 @lru_cache(maxsize=1)
@@ -52,13 +51,9 @@ def _environment() -> jinja2.Environment:
 
 
 def render(plan: KernelPlan) -> str:
-    """The CUDA source of the plan's kernel; self-contained, entry point `ENTRY`.
-
-    Raises PlanError for an architecture whose kernels can be planned only.
-    """
-    if plan.arch != "sm90":
-        raise PlanError(f"arch={plan.arch!r}: only sm90 has templates, so this plan can't be rendered")
+    """The CUDA source of the plan's kernel; self-contained, entry point `ENTRY`."""
     contract = plan.contract
+    family = "sm100" if isinstance(plan, Sm100Plan) else "sm90"
     return _finish(
         _environment()
         .get_template("kernel.cu.j2")
@@ -74,21 +69,65 @@ def render(plan: KernelPlan) -> str:
             sf_group=contract.sf_group,
             activation=contract.activation,
             clamp=contract.clamp,
-            operand_order=plan.operand_order,
+            family=family,
             block_m=plan.block_m,
             hidden=contract.shape.hidden,
             top_k=contract.shape.top_k,
-            wgmma_n=128 if plan.operand_order == "tokens_on_m" else plan.block_m,
-            pull_pieces=contract.shape.hidden // plan.pull_bytes,
             combine_columns=plan.combine_columns,
-            math_warps=MATH_WARPS,
-            math_threads=MATH_WARPS * 32,
             constants=constants(plan),
-            params=params_fields(contract.ranks, plan.trace),
+            params=params_fields(contract.ranks, plan.trace, tensor_maps=family == "sm100"),
             tracing=plan.trace,
             status=STATUS_FIELDS,
+            **_context(plan),
         )
     )
+
+
+def _context(plan: KernelPlan) -> dict[str, Any]:
+    if isinstance(plan, Sm100Plan):
+        return {"parts": sm100_parts(plan, COMMON_PARTS), **sm100_context(plan)}
+    return _sm90_context(plan)
+
+
+def _sm90_context(plan: KernelPlan) -> dict[str, Any]:
+    """What the templates take of a Hopper plan, and what the common ones call things there."""
+    pull_pieces = plan.contract.shape.hidden // plan.pull_bytes
+    return {
+        "parts": (
+            "primitives/mbarrier.cuh.j2",
+            "primitives/bulk_copy.cuh.j2",
+            "primitives/memory_order.cuh.j2",
+            "primitives/data.cuh.j2",
+            "primitives/wgmma.cuh.j2",
+            *(("common/trace_record.cuh.j2",) if plan.trace else ()),
+            *COMMON_PARTS,
+            "sm90/load.cuh.j2",
+            "common/combine.cuh.j2",
+            f"sm90/mma_{plan.operand_order}.cuh.j2",
+            "common/epilogue.cuh.j2",
+            f"sm90/epilogue_{plan.operand_order}.cuh.j2",
+            "sm90/math.cuh.j2",
+            "common/finish.cuh.j2",
+            "sm90/kernel.cuh.j2",
+        ),
+        "operand_order": plan.operand_order,
+        "wgmma_n": 128 if plan.operand_order == "tokens_on_m" else plan.block_m,
+        "worker": "math",
+        "workers": "MATH",
+        "worker_warps": MATH_WARPS,
+        "worker_threads": MATH_WARPS * 32,
+        "stage_consumer": "math",
+        "dispatch_warps": 1,
+        "row_by_row": pull_pieces > 1,
+        "warp_parameter": "",
+        "warp_argument": "",
+        "sf_type": "float",
+        "sf_zero": "0.0f",
+        "sf_place": "pool_row % BLOCK_M * sizeof(float)",
+        "wait_scope": "",
+        "l2_stores_of_block": "L2_N_TILES",
+        "arrive_tile_empty": "mbarrier_arrive",
+    }
 
 
 def render_quantize(contract: Contract) -> str:
@@ -174,11 +213,13 @@ def _used_names(pieces: list[_Piece]) -> set[str]:
 
 def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
     """The numbers of a plan as named constants, in the order in which a reader wants them."""
+    tiles = sm100_tiles(plan) if isinstance(plan, Sm100Plan) else _tile_constants(plan)
+    threads = sm100_threads(plan) if isinstance(plan, Sm100Plan) else _thread_constants(plan)
     return (
         ConstantGroup("problem", _problem_constants(plan)),
-        ConstantGroup("tiles and load pipeline", _tile_constants(plan)),
+        ConstantGroup("tiles and load pipeline", tiles),
         ConstantGroup("dispatch and combine", _token_constants(plan)),
-        ConstantGroup("threads and barriers", _thread_constants(plan)),
+        ConstantGroup("threads and barriers", threads),
         _offsets("shared memory", "SMEM", plan.smem, "u32"),
         _offsets("symmetric buffer", "SYMM", plan.contract.symm, "u64"),
         _offsets("local workspace", "LOCAL", plan.local, "u64"),
@@ -234,7 +275,7 @@ def _tile_constants(plan: KernelPlan) -> tuple[Constant, ...]:
 def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
     shape, columns = plan.contract.shape, plan.combine_columns
     steps = max(1, columns // COMBINE_STEP_COLUMNS)
-    early_rows, late_rows = min(shape.top_k, 4), min(shape.top_k, 24 // steps)
+    early_rows, late_rows = min(shape.top_k, EARLY_ROW_LOADS[plan.arch]), min(shape.top_k, 24 // steps)
     return (
         Constant("LONE_PUBLISHER_ROUTES", plan.lone_publisher_routes, "up to so many, one SM publishes all"),
         Constant("PULL_BYTES", plan.pull_bytes, "piece of a token row that is pulled at a time"),
@@ -288,6 +329,7 @@ def _code_constants() -> tuple[Constant, ...]:
         Constant("CTA_FLAG_LAST", 1, "this SM is the last of its rank"),
         Constant("CTA_FLAG_STUCK", 2, "role, awaited and index of a phase that never completed, 0 if none"),
         Constant("CTA_NEXT_UNIT", 3, "combine units handed out after the last tile"),
+        Constant("CTA_TILE_LIMIT", 4, "tiles before the token loader stopped, plus 1; 0 if it has not"),
         *(Constant(f"ROLE_{role.name}", int(role)) for role in RoleId),
         *(Constant(f"AWAITED_{awaited.name}", int(awaited)) for awaited in Awaited),
         Constant("TRACE_CAPACITY", TRACE_CAPACITY, "records per warp"),

@@ -228,17 +228,22 @@ class Sm100Plan(KernelPlan):
     # -- tensor memory
 
     @property
+    def sf_columns(self) -> int:
+        """Columns of a stage's scale factors: of weights (the instruction's A), then of tokens (B)."""
+        return SF_ATOM_COLUMNS * (1 + self.sf_atoms)
+
+    @property
     def tmem(self) -> tuple[TmemRegion, ...]:
-        """Accumulators, then a K block's scale factors: of weights (the instruction's A), of tokens (B)."""
+        """Accumulators, then the scale factors of each stage.
+
+        Of each stage, since tcgen05 orders a copy before the MMAs that follow it, but not behind those before
+        it: only the stage's `full` barrier says that the MMAs have read what the next copy overwrites.
+        """
         accumulators = tuple(
             TmemRegion(f"accumulator_{i}", i * self.block_m, self.block_m) for i in range(ACCUMULATORS)
         )
         sf = ACCUMULATORS * self.block_m
-        return (
-            *accumulators,
-            TmemRegion("weight_sf", sf, SF_ATOM_COLUMNS),
-            TmemRegion("token_sf", sf + SF_ATOM_COLUMNS, self.sf_atoms * SF_ATOM_COLUMNS),
-        )
+        return (*accumulators, TmemRegion("stage_sf", sf, self.stages * self.sf_columns))
 
     @property
     def tmem_columns(self) -> int:
@@ -253,7 +258,6 @@ class Sm100Plan(KernelPlan):
         """Barrier 0 is ``__syncthreads``."""
         sizes = [
             ("counts_known", self.threads),
-            ("dispatch", DISPATCH_WARPS * 32),
             ("epilogue", EPILOGUE_WARPS * 32),
             ("roles_done", self.threads),
             *((f"epilogue_warpgroup_{i}", 128) for i in range(EPILOGUE_WARPGROUPS)),
@@ -364,6 +368,7 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("expert_count", "u32", (experts,), 16),
         ("expert_block", "u32", (experts,), 16),
         ("tile_tasks", "u32", (TILE_SLOTS, 4), 16),
+        ("order", "u32", (ORDER_SLOTS, 4), 16),
         ("full", "u64", (stages,), 8),
         ("empty", "u64", (stages,), 8),
         ("tmem_full", "u64", (ACCUMULATORS,), 8),
@@ -373,11 +378,10 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("tile_stored", "u64", (TILE_SLOTS,), 8),
         ("order_full", "u64", (ORDER_SLOTS,), 8),
         ("order_empty", "u64", (ORDER_SLOTS,), 8),
-        ("order", "u32", (ORDER_SLOTS,), 8),
         ("pulled", "u64", (DISPATCH_WARPS,), 8),
         ("tmem_base", "u32", (1,), 16),
         # From here on the kernel zeroes everything at its start.
-        ("cta_flags", "u32", (4,), 16),
+        ("cta_flags", "u32", (8,), 16),
         ("claimed_units", "u32", (EARLY_UNITS // 32,), 16),
         *((("trace_count", "u32", (16,), 16),) if trace else ()),
     )
@@ -433,7 +437,7 @@ def choose_roles(contract: Contract) -> tuple[tuple[Role, ...], str]:
     many = contract.local_experts > MANY_EXPERTS
     dispatch, load, epilogue = (96, 40, 184) if many else (48, 40, 208)
     roles = (
-        Role("dispatch", 0, DISPATCH_WARPS, dispatch, "counts and publishes routes, pulls tokens, cleans up"),
+        Role("dispatch", 0, DISPATCH_WARPS, dispatch, "waits for all ranks' routes, pulls tokens"),
         Role(
             "load_tokens", 4, 1, load, "waits for rows, fills its CTA's half of them and their scale factors"
         ),
@@ -446,7 +450,7 @@ def choose_roles(contract: Contract) -> tuple[tuple[Role, ...], str]:
             "leader: scale factors to tensor memory, MMAs; follower: says what is full",
         ),
         Role("combine", 7, 1, load, "signals finished tiles, combines tokens that are home"),
-        Role("epilogue", 8, EPILOGUE_WARPS, epilogue, "SwiGLU and quantization, or bfloat16 to the sources"),
+        Role("epilogue", 8, EPILOGUE_WARPS, epilogue, "publishes routes; SwiGLU or bfloat16 home; combines the rest"),
     )
     granted = sum(role.registers * role.warps * 32 for role in roles)
     sign = ">" if many else "<="
