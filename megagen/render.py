@@ -4,6 +4,7 @@ loop and substitute. What a kernel doesn't use of the constants and the function
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -35,6 +36,7 @@ ENTRY = "megamoe"
 QUANTIZE_ENTRY = "quantize_inputs"
 EARLY_ROW_LOADS = {"sm90": 4, "sm100": 2, "sm103": 2}  # what the combine role's registers hold
 COMBINE_STEP_COLUMNS = 256  # 16 bytes for each lane
+MAX_COLUMNS = 110
 POLL_NS = 200
 DRAIN_NS = 50_000  # far above the time that an issued bulk copy takes to land
 
@@ -161,6 +163,7 @@ def render_quantize(contract: Contract) -> str:
 
 
 _BLANK_INSIDE = re.compile(r"\n\n+(?=[ }])")  # left by a line that a template leaves out
+_COMMENT = re.compile(r"^// \w.*(?:\n// \w.*)*", re.MULTILINE)
 _NAME = re.compile(r"\b[A-Za-z_]\w*")
 _LINE_DEFINITION = re.compile(r"(?:constexpr \w+|typedef .*|using|DEVICE .*?) \*?(\w+)(?: =|;|\(.*\}$)")
 _FUNCTION = re.compile(r"^(?:template .*\n)?DEVICE [^(]*?(\w+)\(", re.MULTILINE)
@@ -177,6 +180,7 @@ class _Piece:
 def _finish(text: str) -> str:
     """Cleans up what the templates leave, and drops the definitions that nothing in the kernel uses."""
     text = "\n".join(line.rstrip() for line in text.splitlines())
+    text = _COMMENT.sub(_wrapped, text)
     text = _BLANK_INSIDE.sub("\n", text)
     paragraphs = [_pieces(paragraph) for paragraph in re.split(r"\n\n+", text.strip())]
     used = _used_names([piece for paragraph in paragraphs for piece in paragraph])
@@ -186,6 +190,15 @@ def _finish(text: str) -> str:
         if len(left) == len(paragraph) or any(piece.name for piece in left):
             kept.append("\n".join(piece.text for piece in left))
     return "\n\n".join(kept) + "\n"
+
+
+def _wrapped(comment: re.Match[str]) -> str:
+    """The comment, wrapped anew if the names in it have made a line too long."""
+    lines = comment[0].splitlines()
+    if max(map(len, lines)) <= MAX_COLUMNS:
+        return comment[0]
+    text = " ".join(line.removeprefix("// ") for line in lines)
+    return textwrap.fill(text, MAX_COLUMNS, initial_indent="// ", subsequent_indent="// ")
 
 
 def _pieces(paragraph: str) -> list[_Piece]:

@@ -32,6 +32,7 @@ def sm100_parts(plan: Sm100Plan, common: tuple[str, ...]) -> tuple[str, ...]:
         "primitives/data.cuh.j2",
         "primitives/tcgen05.cuh.j2",
         *(("common/trace_record.cuh.j2",) if plan.trace else ()),
+        "sm100/scale_factors.cuh.j2",
         *common,
         "sm100/pair.cuh.j2",
         "sm100/load.cuh.j2",
@@ -60,7 +61,7 @@ def sm100_context(plan: Sm100Plan) -> dict[str, Any]:
         "sf_zero": "0",
         "sf_place": "sf_offset(pool_row % BLOCK_M)",
         "wait_scope": ".acquire.cluster",
-        "l2_stores_of_block": "CLUSTER * L2_N_TILES",
+        "l2_stores_of_block": "L2_STORES",
         "arrive_tile_empty": "arrive_at_leader",
     }
 
@@ -105,6 +106,8 @@ def sm100_tiles(plan: Sm100Plan) -> tuple[Constant, ...]:
         Constant("ORDER_SLOTS", ORDER_SLOTS, "tile tasks between the weight loader and the token loader"),
         Constant("L1_N_TILES", plan.weight_layout.n_tiles13, "tiles of UMMA_M weight rows per expert"),
         Constant("L2_N_TILES", plan.weight_layout.n_tiles2, "tiles of UMMA_M weight rows per expert"),
+        Constant("L1_STORES", plan.l2_arrivals, "stores that complete a block's intermediate rows"),
+        Constant("L2_STORES", CLUSTER * plan.weight_layout.n_tiles2, "that complete a block's outputs"),
         Constant("EXPERTS_PER_WAVE", plan.experts_per_wave),
         Constant("STORE_ROWS", plan.store_rows, "tokens that an epilogue warpgroup stages at a time"),
         Constant("TOKEN_GROUPS", plan.store_rows // 8, "groups of 8 tokens among them"),
