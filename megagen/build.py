@@ -66,7 +66,7 @@ class KernelSet:
         """Path of each text file, relative to the folder -> contents."""
         from megagen.render import render, render_quantize  # here, since a compile step doesn't need Jinja
 
-        texts = {f"{HELPERS}{quantize_name(self.contract)}.cu": render_quantize(self.contract)}
+        texts = {f"{HELPERS}{quantize_name(self.contract, self.arch)}.cu": render_quantize(self.contract, self.arch)}
         for plan in self.plans.plans:
             texts[f"{plan.name}.cu"] = render(plan)
             texts[f"{plan.name}.plan.json"] = plan.to_json()

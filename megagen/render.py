@@ -18,7 +18,7 @@ from megagen.files import templates_dir
 from megagen.planning.plan import BLOCK_K, EARLY_UNITS, ORDER_SLOTS, TILE_SLOTS, KernelPlan
 from megagen.planning.sm90 import BLOCK_N, MATH_WARPS, PULL_BUFFERS, WARP_STAGING_BYTES
 from megagen.planning.sm100 import Sm100Plan
-from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, Awaited, RoleId, TraceState, params_fields
+from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, Awaited, RoleId, TraceState
 from megagen.render_sm100 import (
     sm100_context,
     sm100_parts,
@@ -77,7 +77,7 @@ def render(plan: KernelPlan) -> str:
             top_k=contract.shape.top_k,
             combine_columns=plan.combine_columns,
             constants=constants(plan),
-            params=params_fields(contract.ranks, plan.trace, tensor_maps=family == "sm100"),
+            params=plan.params,
             tracing=plan.trace,
             status=STATUS_FIELDS,
             **_context(plan),
@@ -132,27 +132,30 @@ def _sm90_context(plan: KernelPlan) -> dict[str, Any]:
     }
 
 
-def render_quantize(contract: Contract) -> str:
+def render_quantize(contract: Contract, arch: str) -> str:
     """The CUDA source of the companion kernel (`companion`); self-contained, entry point `QUANTIZE_ENTRY`."""
     shape = contract.shape
     problem = (
         Constant("HIDDEN", shape.hidden, "columns of a token", "u64"),
-        Constant("HIDDEN_BLOCKS", shape.hidden // SF_BLOCK, "SFs of a token"),
-        Constant("SF_BLOCK", SF_BLOCK, "columns that share an SF"),
+        Constant("HIDDEN_BLOCKS", shape.hidden // SF_BLOCK, "groups of 128 columns of a token"),
+        Constant("SF_BLOCK", SF_BLOCK, "columns of a group"),
         Constant("TOP_K", shape.top_k, "experts per token"),
         Constant("INVALID_ID", companion.INVALID_ID, "what an id that does not fit 32 bits becomes", "i32"),
         Constant("THREADS", companion.THREADS),
-        Constant("LANES_PER_GROUP", companion.LANES_PER_GROUP, "lanes of one SF group"),
+        Constant("LANES_PER_GROUP", companion.LANES_PER_GROUP, "lanes of a group"),
+        Constant("LANES_PER_SF", companion.lanes_per_sf(contract), "lanes whose columns share an SF"),
         Constant("COLUMNS_PER_LANE", SF_BLOCK // companion.LANES_PER_GROUP),
     )
     return _finish(
         _environment()
         .get_template("quantize.cu.j2")
         .render(
-            name=companion.quantize_name(contract),
+            name=companion.quantize_name(contract, arch),
             version=__version__,
             entry=QUANTIZE_ENTRY,
             lanes_per_group=companion.LANES_PER_GROUP,
+            format=contract.format,
+            sf_type="float" if contract.format == "fp8_block" else "u32",
             constants=(
                 ConstantGroup("problem", problem),
                 _offsets("symmetric buffer", "SYMM", contract.symm, "u64"),

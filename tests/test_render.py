@@ -47,7 +47,7 @@ SOURCES = [*PLANS, "quantize"]
 
 @cache
 def source(name: str) -> str:
-    return render_quantize(HELPER) if name == "quantize" else render(PLANS[name])
+    return render_quantize(HELPER, "sm90") if name == "quantize" else render(PLANS[name])
 
 
 def code_of(text: str) -> str:

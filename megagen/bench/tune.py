@@ -98,7 +98,13 @@ class Tuner:
     def _own_weights(self) -> KernelWeights:
         contract, rank = self._job.contract, self._ranks.rank
         experts = range(rank * contract.local_experts, (rank + 1) * contract.local_experts)
-        weights = random_experts(contract.shape, experts, self._job.seed, self._ranks.device)
+        weights = random_experts(
+            contract.shape,
+            experts,
+            self._job.seed,
+            self._ranks.device,
+            contract.format,  # type: ignore[arg-type]
+        )
         return to_kernel_layout(weights, make_plan(contract, self._buffer.gpu.arch.name).weight_layout)
 
 

@@ -7,6 +7,7 @@ tokens on columns. Nothing of this has run on hardware.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -31,6 +32,7 @@ from megagen.planning.workload import (
     padded_rows_cost,
     rows_per_expert,
 )
+from megagen.protocol import Field, params_fields
 from megagen.tensor_map import TensorMap
 
 ARCHS = ("sm100", "sm103")
@@ -286,6 +288,15 @@ class Sm100Plan(KernelPlan):
     def local(self) -> Layout:
         return local_layout(self.contract, self.block_m)
 
+    @property
+    def params(self) -> tuple[Field, ...]:
+        return params_fields(self.contract.ranks, self.trace, tensor_maps=True)
+
+    def weight_params(self, addresses: Mapping[str, int]) -> dict[str, int | TensorMap]:
+        w13, w2 = self.weight_maps(addresses["w13"], addresses["w2"])
+        scales = {name: addresses[name] for name in ("w13_sf", "w2_sf")}
+        return {"w13_map": w13, "w2_map": w2, **scales}
+
     def weight_maps(self, w13: int, w2: int) -> tuple[TensorMap, TensorMap]:
         """Tensor maps of the weights at these addresses; a box is a stage's 128 rows x 128 of K, unpacked."""
         shape, layout = self.contract.shape, self.weight_layout
@@ -293,7 +304,9 @@ class Sm100Plan(KernelPlan):
         def weight_map(address: int, k: int, n_tiles: int) -> TensorMap:
             rows = self.contract.local_experts * n_tiles * layout.block_n
             box = (BLOCK_K, BLOCK_N)
-            return TensorMap("u4x16_align16", address, (k, rows), (k // 2,), box, swizzle="128B")
+            return TensorMap(
+                "u4x16_align16", address, (k, rows), (k // 2,), box, swizzle="128B", l2_promotion="256B"
+            )
 
         return (
             weight_map(w13, shape.hidden, layout.n_tiles13),
@@ -326,8 +339,8 @@ class Sm100Plan(KernelPlan):
             )
         if self.tmem_columns > arch.tmem_columns:
             raise PlanError(
-                f"tensor memory: {self.tmem_columns} columns with block_m={self.block_m}, "
-                f"{self.arch} has {arch.tmem_columns}"
+                f"tensor memory: {self.tmem_columns} columns with block_m={self.block_m} and "
+                f"stages={self.stages}, {self.arch} has {arch.tmem_columns}; use fewer stages"
             )
         if len(self.named_barriers) >= arch.named_barriers:
             used = len(self.named_barriers)

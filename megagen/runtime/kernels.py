@@ -90,8 +90,8 @@ def _compile(plans: PlanSet, contract: Contract, arch: Arch) -> KernelBundle:
     wanted: list[tuple[str, str, Callable[[], str]]] = [
         (plan.name, recipe_of(plan.hash), partial(render, plan)) for plan in plans.plans
     ]
-    helper = quantize_name(contract)
-    wanted.append((helper, recipe_of(helper, contract.hash), partial(render_quantize, contract)))
+    helper = quantize_name(contract, arch.name)
+    wanted.append((helper, recipe_of(helper, contract.hash), partial(render_quantize, contract, arch.name)))
 
     def load(one: tuple[str, str, Callable[[], str]]) -> CompiledKernel:
         name, recipe, source = one
@@ -106,4 +106,4 @@ def _load(folder: AotFolder, contract: Contract, arch: Arch, plan: KernelPlan | 
     built = folder.plan_set(contract, arch.name)
     plans = built if plan is None else PlanSet((contract.max_tokens,), (plan,))
     kernels = tuple(folder.load(one.name) for one in plans.plans)
-    return KernelBundle(plans, kernels, folder.load(f"helpers/{quantize_name(contract)}"))
+    return KernelBundle(plans, kernels, folder.load(f"helpers/{quantize_name(contract, arch.name)}"))
