@@ -135,7 +135,7 @@ void arrive(Exec& x, const Instr& i) {
     const auto count = static_cast<uint32_t>(__builtin_popcount(x.mask));
     if (count <= b.pending) {
       const bool relaxed = i.flags & kRelaxed;
-      const Clock released = relaxed ? Clock() : x.publish(x.mask);
+      const Clock released = relaxed ? tensor_order_of(x.publish(x.mask)) : x.publish(x.mask);
       mbarrier_arrive(x.m, b, count, &released);
       if (!relaxed) x.tick();
       x.note_change();
@@ -165,7 +165,8 @@ void arrive(Exec& x, const Instr& i) {
            "arrive.noComplete completes the phase of the " + mbarrier_text(b) + " (undefined behaviour)");
     }
     if (i.flags & kRelaxed) {
-      mbarrier_arrive(x.m, b, count, nullptr);
+      const Clock released = tensor_order_of(x.clock_of(l));
+      mbarrier_arrive(x.m, b, count, &released);
     } else {
       const Clock released = x.publish(1u << l);
       mbarrier_arrive(x.m, b, count, &released);
@@ -221,7 +222,7 @@ void wait(Exec& x, const Instr& i) {
           << l;
     }
     complete |= done;
-    if (done && !(i.flags & kRelaxed)) x.acquire(done, b.done);
+    if (done) x.acquire(done, i.flags & kRelaxed ? tensor_order_of(b.done) : b.done);
     if (done != lanes) open.push_back(&b);
   }
   if ((i.flags & kTry) && !complete && !x.f->give_up && x.m.random.below(16) != 0) {

@@ -4,6 +4,7 @@
 
 #include "machine.hpp"
 #include "mbarrier.hpp"
+#include "tensor_memory.hpp"
 
 namespace megagen::emulator {
 
@@ -336,6 +337,12 @@ void Machine::retire_cta(Cta& cta) {
     fail(ErrorKind::MemoryFault,
          format("the CTA exits while %u asynchronous operations still use its shared memory",
                 cta.async_in_flight));
+  }
+  if (!cta.tensor_allocations.empty()) {
+    const auto [column, columns] = cta.tensor_allocations.front();
+    fail(ErrorKind::MemoryFault,
+         format("the CTA exits without a tcgen05.dealloc of its tensor memory columns %u to %u", column,
+                column + columns - 1));
   }
   Grid& g = *cta.grid;
   if (!cta.launched_dependents) ++g.triggered;

@@ -70,6 +70,7 @@ struct Region {
   int rank = 0;
   bool read_only = false;
   bool live = true;
+  bool tensor = false;  // tensor memory
   Cta* cta = nullptr;  // of shared memory
   std::string name;
   uint32_t watched = 0;                                               // words that sleeping fragments poll
