@@ -35,8 +35,9 @@ class Awaited(IntEnum):
     PULLED_ROW = 8
     NUM_TOKENS_IN_RANGE = 9
     TILE_NUMBER = 10
-    FULL_ACCUMULATOR = 11
-    EMPTY_ACCUMULATOR = 12
+    LANDING = 11
+    FULL_ACCUMULATOR = 12
+    EMPTY_ACCUMULATOR = 13
 
 
 class TraceState(IntEnum):
@@ -71,6 +72,7 @@ AWAITED_TEXT = {
     Awaited.PULLED_ROW: "a token row that is on its way",
     Awaited.NUM_TOKENS_IN_RANGE: "num_tokens within max_tokens",
     Awaited.TILE_NUMBER: "the next tile's number",
+    Awaited.LANDING: "a piece of a row in landing slot {peer}",
     Awaited.FULL_ACCUMULATOR: "the result of the MMAs in accumulator {peer}",
     Awaited.EMPTY_ACCUMULATOR: "the release of accumulator {peer}",
 }
@@ -104,7 +106,11 @@ STATUS_FIELDS = (
     Field("launch", "u32", "launch number of this buffer"),
     Field("aborted_by", "u32", "rank + 1 of the peer whose abort stopped this rank, 0 if none"),
     Field("dropped_ids", "u32", "expert ids out of range so far, dropped"),
+    Field("stuck", "u32", "a phase that never completed, and trapped: see STUCK_BITS; 0 if none"),
 )
+
+#: Widths of the parts of `stuck`, from the highest bits down: RoleId, Awaited, `peer`, and the SM.
+STUCK_BITS = (4, 4, 8, 16)
 
 
 def params_fields(ranks: int, trace: bool = False, tensor_maps: bool = False) -> tuple[Field, ...]:

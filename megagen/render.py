@@ -34,8 +34,6 @@ COMMON_PARTS = tuple(
 
 ENTRY = "megamoe"
 QUANTIZE_ENTRY = "quantize_inputs"
-EARLY_ROW_LOADS = {"sm90": 4, "sm100": 2, "sm103": 2}  # what the combine role's registers hold
-COMBINE_STEP_COLUMNS = 256  # 16 bytes for each lane
 MAX_COLUMNS = 110
 POLL_NS = 200
 DRAIN_NS = 50_000  # far above the time that an issued bulk copy takes to land
@@ -75,7 +73,7 @@ def render(plan: KernelPlan) -> str:
             block_m=plan.block_m,
             hidden=contract.shape.hidden,
             top_k=contract.shape.top_k,
-            combine_columns=plan.combine_columns,
+            step_columns=plan.combine_step_columns,
             constants=constants(plan),
             params=plan.params,
             tracing=plan.trace,
@@ -285,13 +283,15 @@ def _tile_constants(plan: KernelPlan) -> tuple[Constant, ...]:
         Constant("L1_N_TILES", plan.weight_layout.n_tiles13, "tiles of BLOCK_N weight rows per expert"),
         Constant("L2_N_TILES", plan.weight_layout.n_tiles2, "tiles of BLOCK_N weight rows per expert"),
         Constant("EXPERTS_PER_WAVE", plan.experts_per_wave),
+        Constant("LIKELY_BLOCKS", plan.likely_blocks, "blocks of an expert, if routing is even"),
+        Constant("PREFETCH_BLOCKS", plan.prefetch_blocks, "K blocks of weights fetched to L2 at a time"),
     )
 
 
 def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
     shape, columns = plan.contract.shape, plan.combine_columns
-    steps = max(1, columns // COMBINE_STEP_COLUMNS)
-    early_rows, late_rows = min(shape.top_k, EARLY_ROW_LOADS[plan.arch]), min(shape.top_k, 24 // steps)
+    steps = columns // plan.combine_step_columns
+    late_rows = min(shape.top_k, 24 // steps)
     return (
         Constant("LONE_PUBLISHER_ROUTES", plan.lone_publisher_routes, "up to so many, one SM publishes all"),
         Constant("PULL_BYTES", plan.pull_bytes, "piece of a token row that is pulled at a time"),
@@ -300,12 +300,13 @@ def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
         Constant("SF_PER_LANE", -(-shape.hidden // SF_BLOCK // 32), "SFs of a token row per lane"),
         Constant("RANKS_PER_LANE", -(-plan.contract.ranks // 32), "source ranks that a lane looks after"),
         Constant("COMBINE_COLUMNS", columns, "columns of a unit: one token's, for one warp"),
-        Constant("COMBINE_STEPS", steps, f"steps of {COMBINE_STEP_COLUMNS} columns in a unit"),
-        Constant("STEP_BYTES", 2 * COMBINE_STEP_COLUMNS, f"{COMBINE_STEP_COLUMNS} columns of bfloat16"),
+        Constant("COMBINE_STEPS", steps, f"steps of {plan.combine_step_columns} columns in a unit"),
+        Constant("STEP_BYTES", plan.combine_step_bytes, f"{plan.combine_step_columns} columns of bfloat16"),
+        Constant("STEP_LANES", plan.combine_step_bytes // 16, "lanes that take part in a step"),
+        Constant("LANDING_SLOTS", plan.landing_slots, "pieces of rows in flight to the combine role"),
         Constant("UNITS_PER_TOKEN", shape.hidden // columns),
         Constant("EARLY_UNITS", EARLY_UNITS, "units of an SM that may be combined while tiles are computed"),
-        Constant("EARLY_ROW_LOADS", early_rows, "rows that a warp loads at once while tiles are computed"),
-        Constant("LATE_ROW_LOADS", late_rows, "rows that a warp loads at once after the last tile"),
+        Constant("LATE_ROW_LOADS", late_rows, "rows that a math warp loads at once"),
         Constant("LOOKS_PER_SCAN", 4, "looks for finished tiles per look for finished tokens"),
         Constant("POLL_NS", POLL_NS, "ns between looks for work of the combine role"),
         Constant("DRAIN_NS", DRAIN_NS, "ns, in which an issued bulk copy lands for sure"),
@@ -318,6 +319,7 @@ def _thread_constants(plan: KernelPlan) -> tuple[Constant, ...]:
         Constant("THREADS", plan.threads),
         Constant("FULL_WARP", "~0u"),
         Constant("LOAD_TOKENS_WARP", roles["load_tokens"].first_warp),
+        Constant("LOAD_WEIGHTS_WARP", roles["load_weights"].first_warp),
         Constant("DISPATCH_WARP", roles["dispatch"].first_warp),
         Constant("COMBINE_WARP", roles["combine"].first_warp),
         Constant("FIRST_MATH_WARP", roles["math"].first_warp),
@@ -329,6 +331,7 @@ def _thread_constants(plan: KernelPlan) -> tuple[Constant, ...]:
         Constant("BARRIER_MATH", 2, "math role"),
         Constant("BARRIER_ROLES_DONE", 3, "all threads: every role of this SM has left"),
         Constant("BARRIER_WARPGROUP", 4, "and 5, one per math warpgroup"),
+        Constant("BARRIER_PAIR", 4, "and 5 to 7, one per pair of math warps that share rows"),
         Constant("ZEROED_BYTES", plan.smem.size - plan.smem["cta_flags"].offset, "from SMEM_CTA_FLAGS on"),
     )
 
@@ -339,13 +342,13 @@ def _code_constants() -> tuple[Constant, ...]:
         Constant("LAUNCH_FAILURES", 1, "failures so far; the first is reported"),
         Constant("LAUNCH_DROPPED", 2, "expert ids out of range so far"),
         Constant("LAUNCH_PUBLISHED", 3, "SMs that have published their routes"),
-        Constant("LAUNCH_NEXT_TILE", 4, "tiles taken by SMs"),
+        Constant("LAUNCH_NEXT_TILE", 4, "tiles taken by SMs after their first"),
         Constant("LAUNCH_FINISHED", 5, "SMs all of whose roles have left"),
         Constant("CTA_FLAG_STOPPED", 0, "a wait gave up"),
         Constant("CTA_FLAG_LAST", 1, "this SM is the last of its rank"),
-        Constant("CTA_FLAG_STUCK", 2, "role, awaited and index of a phase that never completed, 0 if none"),
+        Constant("CTA_FLAG_TILES", 2, "tiles that the token loader handed on, and 1, once it has left"),
+        Constant("CTA_FLAG_STUCK", 4, "what the math role waits for in vain, 0 if nothing"),
         Constant("CTA_NEXT_UNIT", 3, "combine units handed out after the last tile"),
-        Constant("CTA_TILE_LIMIT", 4, "tiles before the token loader stopped, plus 1; 0 if it has not"),
         *(Constant(f"ROLE_{role.name}", int(role)) for role in RoleId),
         *(Constant(f"AWAITED_{awaited.name}", int(awaited)) for awaited in Awaited),
         Constant("TRACE_CAPACITY", TRACE_CAPACITY, "records per warp"),

@@ -39,7 +39,7 @@ from scripts.mutation import Mutant, enumerate_mutants
 CLAIMS = Path(__file__).with_name("equivalent_mutants.toml")
 SHAPE = MoEShape(hidden=384, intermediate=256, experts=4, top_k=4)
 RANKS, MAX_TOKENS = 2, 72
-WITH_CODE = [f.name for f in STATUS_FIELDS if f.name not in ("aborted_by", "dropped_ids")]
+WITH_CODE = [f.name for f in STATUS_FIELDS if f.name not in ("aborted_by", "dropped_ids", "stuck")]
 """Fields of a status block that are written before its code, and the code."""
 
 STEPS = 8  # times those of the unmutated kernel: a run that takes longer is stopped
@@ -106,6 +106,7 @@ SCENARIOS = (
     Scenario("many routes", (70, 66), (2, 2), 6, routing="out-of-range"),
     Scenario("a rank refuses, several SMs", (9, 14), (3, 2), 4, refuses=0),
     *(Scenario(f"aborted after {n} steps", (9, 14), (2, 2), n, aborted_after=n) for n in ABORTS),
+    Scenario("aborted while math waits for a tile", (24, 20), (2, 2), 1, aborted_after=6000),
     Scenario("a rank is ahead", (40, 0), (1, 1), 0, launches=3, routing="one-expert"),
     Scenario("repeated ids", (3, 24), (3, 2), 7, launches=2, routing="repeated"),
     *(Scenario(f"seed {seed}", (24, 11), (2, 3), seed) for seed in range(8, 12)),

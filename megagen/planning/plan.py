@@ -26,6 +26,9 @@ BLOCK_K = 128  # bytes of K per pipeline stage, one scale block
 TILE_SLOTS = 4  # tile tasks that the token loader may publish ahead of the math role
 ORDER_SLOTS = 2  # tile numbers that the weight loader may be ahead of the token loader
 EARLY_UNITS = 1024  # combine units of an SM that may be combined while tiles are still computed
+COMBINE_STEP_COLUMNS = 256  # 16 bytes of bfloat16 for each lane
+MIN_LANDING_BYTES = 2 * 2 * COMBINE_STEP_COLUMNS  # two pieces of rows on their way to the combine role
+MAX_LANDING_SLOTS = 16
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ class KernelPlan(ABC):
     pipeline. `experts_per_wave`: experts whose L1 tiles precede their L2 tiles. `pull_bytes`: piece of a
     token row that a dispatch warp copies at a time. `combine_columns`: columns of one token that a warp
     combines at a time. `lone_publisher_routes`: up to so many routes of a rank, one SM publishes them all.
-    `trace`: the kernel records what each warp does.
+    `likely_blocks`: row blocks of an expert if routing is even. `trace`: the kernel records what each warp
+    does.
     """
 
     contract: Contract
@@ -89,6 +93,7 @@ class KernelPlan(ABC):
     expected_tokens: int
     combine_columns: int
     lone_publisher_routes: int = 1024
+    likely_blocks: int = 1
     trace: bool = False
     choices: tuple[Choice, ...] = field(default=(), compare=False)
 
@@ -130,6 +135,20 @@ class KernelPlan(ABC):
     @abstractmethod
     def pool_rows(self) -> int:
         """Rows of the pool that no routing overflows, in whole blocks."""
+
+    @property
+    def combine_step_columns(self) -> int:
+        """Columns that a warp combines at once."""
+        return COMBINE_STEP_COLUMNS if self.combine_columns % COMBINE_STEP_COLUMNS == 0 else 128
+
+    @property
+    def combine_step_bytes(self) -> int:
+        return 2 * self.combine_step_columns
+
+    @property
+    def landing_slots(self) -> int:
+        """Pieces of rows, a step each, on their way to the combine role, to where tokens landed before."""
+        return min(MAX_LANDING_SLOTS, self.smem["pull"].size // self.combine_step_bytes)
 
     @property
     def max_blocks(self) -> int:
@@ -223,6 +242,7 @@ class KernelPlan(ABC):
                 expected_tokens=values["expected_tokens"],
                 combine_columns=values["combine_columns"],
                 lone_publisher_routes=values["lone_publisher_routes"],
+                likely_blocks=values["likely_blocks"],
                 trace=values["trace"],
                 choices=tuple(Choice(**choice) for choice in values["choices"]),
             )
@@ -244,7 +264,8 @@ class KernelPlan(ABC):
     def validate(self) -> None:
         """Raises PlanError naming the constraint that this plan breaks; one that passes fits the machine."""
         arch, hidden = Arch.get(self.arch), self.contract.shape.hidden
-        for name in ("block_m", "stages", "experts_per_wave", "pull_bytes", "combine_columns"):
+        sizes = ("block_m", "stages", "experts_per_wave", "pull_bytes", "combine_columns", "likely_blocks")
+        for name in sizes:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise PlanError(f"{name}={value!r}: give a positive integer")

@@ -18,6 +18,8 @@ from megagen.errors import PlanError
 from megagen.planning.plan import (
     BLOCK_K,
     EARLY_UNITS,
+    MAX_LANDING_SLOTS,
+    MIN_LANDING_BYTES,
     ORDER_SLOTS,
     TILE_SLOTS,
     Choice,
@@ -376,7 +378,7 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("weight_sf_stages", "u8", (stages, SF_ATOM_BYTES), 128),
         ("token_sf_stages", "u8", (stages, ceil_div(block_m, SF_ATOM_ROWS) * SF_ATOM_BYTES), 128),
         ("staging", "u8", (staging,), 128),
-        ("pull", "u8", (DISPATCH_WARPS, pull_bytes), 128),
+        ("pull", "u8", (max(DISPATCH_WARPS * pull_bytes, MIN_LANDING_BYTES),), 128),
         ("amax", "f32", (STORE_BUFFERS, EPILOGUE_WARPS, store_rows), 16),
         ("expert_count", "u32", (experts,), 16),
         ("expert_block", "u32", (experts,), 16),
@@ -392,6 +394,8 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("order_full", "u64", (ORDER_SLOTS,), 8),
         ("order_empty", "u64", (ORDER_SLOTS,), 8),
         ("pulled", "u64", (DISPATCH_WARPS,), 8),
+        ("pull_done", "u64", (1,), 8),
+        ("landed", "u64", (MAX_LANDING_SLOTS,), 8),
         ("tmem_base", "u32", (1,), 16),
         # From here on the kernel zeroes everything at its start.
         ("cta_flags", "u32", (8,), 16),

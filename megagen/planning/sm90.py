@@ -11,6 +11,8 @@ from megagen.errors import PlanError
 from megagen.planning.plan import (
     BLOCK_K,
     EARLY_UNITS,
+    MAX_LANDING_SLOTS,
+    MIN_LANDING_BYTES,
     ORDER_SLOTS,
     TILE_SLOTS,
     Choice,
@@ -20,7 +22,7 @@ from megagen.planning.plan import (
     smem_layout,
 )
 from megagen.planning.rules import choose_combine_columns, choose_experts_per_wave, choose_pull_bytes
-from megagen.planning.workload import likely_rows_per_expert, rows_per_expert
+from megagen.planning.workload import likely_blocks, likely_rows_per_expert, rows_per_expert
 
 BLOCK_N = 256  # weight rows of a tile: one SF group of 128 intermediate columns, gate and up
 PULL_BUFFERS = 2  # token rows that a dispatch warp has in flight
@@ -30,6 +32,7 @@ LADDER = (16, 32, 64, 128)  # BLOCK_M values of sm90
 LARGEST_BLOCK_M = LADDER[-1]
 SMALLEST_BLOCK_M = LADDER[0]
 MAX_STAGES = 8  # enough: 8 stages of 40 KiB hide 10 us of latency at an SM's share of HBM bandwidth
+PREFETCH_BLOCKS = 6  # 132 SMs fill half of an L2 cache of 50 MB with as many
 MAX_PULL_BYTES = 7168  # two row buffers of this size leave room for the stages
 
 
@@ -49,6 +52,11 @@ class Sm90Plan(KernelPlan):
     @property
     def token_tile_bytes(self) -> int:
         return token_tile_bytes(self.block_m)
+
+    @property
+    def prefetch_blocks(self) -> int:
+        """K blocks that an SM fetches to the L2 cache at a time, twice, before its first tile starts."""
+        return min(PREFETCH_BLOCKS, self.contract.shape.hidden // BLOCK_K // 2)
 
     @property
     def pool_rows(self) -> int:
@@ -109,13 +117,15 @@ def cta_smem(
     # Output staging: 16 rows per math warp, or 128 bytes per token and warpgroup. Routes are counted in it
     # before.
     staging = max(MATH_WARPS * WARP_STAGING_BYTES if on_m else 2 * block_m * 128, contract.shape.experts * 4)
-    amax = () if on_m else (("amax", "f32", (MATH_WARPS, block_m), 16), ("inverse_sf", "f32", (block_m,), 16))
+    amax_rows = 8 if on_m else block_m  # that a math warp knows a part of
+    inverse_sf = () if on_m else (("inverse_sf", "f32", (block_m,), 16),)
     return smem_layout(
         ("weight_stages", "u8", (stages, BLOCK_N * BLOCK_K), 1024),
         ("token_stages", "u8", (stages, align_up(token_tile_bytes(block_m), 1024)), 1024),
         ("staging", "u8", (staging,), 128),
-        ("pull", "u8", (PULL_BUFFERS, pull_bytes), 128),
-        *amax,
+        ("pull", "u8", (max(PULL_BUFFERS * pull_bytes, MIN_LANDING_BYTES),), 128),
+        ("amax", "f32", (MATH_WARPS, amax_rows), 16),
+        *inverse_sf,
         ("expert_count", "u32", (experts,), 16),
         ("expert_block", "u32", (experts,), 16),
         ("tile_tasks", "u32", (TILE_SLOTS, 4), 16),
@@ -128,8 +138,10 @@ def cta_smem(
         ("order_empty", "u64", (ORDER_SLOTS,), 8),
         ("order", "u32", (ORDER_SLOTS,), 8),
         ("pulled", "u64", (PULL_BUFFERS,), 8),
+        ("pull_done", "u64", (1,), 8),
+        ("landed", "u64", (MAX_LANDING_SLOTS,), 8),
         # From here on the kernel zeroes everything at its start.
-        ("cta_flags", "u32", (4,), 16),
+        ("cta_flags", "u32", (8,), 16),
         ("claimed_units", "u32", (EARLY_UNITS // 32,), 16),
         *((("trace_count", "u32", (12,), 16),) if trace else ()),
     )
@@ -235,6 +247,7 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
         roles=roles,
         expected_tokens=tokens,
         combine_columns=columns,
+        likely_blocks=likely_blocks(contract, tokens, block_m),
         choices=(
             Choice("block_m", str(block_m), block_reason),
             Choice("operand_order", order, order_reason),

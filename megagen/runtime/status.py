@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from megagen.errors import InputError, MegagenError, MegaMoETimeout, PeerAborted
-from megagen.protocol import AWAITED_TEXT, STATUS_FIELDS, Awaited, RoleId
+from megagen.protocol import AWAITED_TEXT, STATUS_FIELDS, STUCK_BITS, Awaited, RoleId
 
 _WORD = {field.name: index for index, field in enumerate(STATUS_FIELDS)}
 
@@ -41,6 +41,8 @@ class StatusBlock:
     def take_error(self, rank: int, timeout_s: float) -> MegagenError | None:
         """The exception that the block calls for, None if all is well. Dropped ids are reported once."""
         record = self.record()
+        if record["stuck"]:
+            return stuck(rank, record["stuck"], timeout_s)
         if record["code"]:
             return failure(record, timeout_s)
         if record["aborted_by"]:
@@ -71,6 +73,20 @@ def failure(record: Mapping[str, int], timeout_s: float) -> MegagenError:
     if awaited is Awaited.RANK_BEFORE_PULL:
         text += f"; rank {record['peer']} has not made this call, has died or hangs"
     return MegaMoETimeout(f"{text}. Every rank must call; reset() on all ranks makes the buffer usable again")
+
+
+def stuck(rank: int, word: int, timeout_s: float) -> MegaMoETimeout:
+    """The exception of a kernel that trapped: a role never did what the protocol promises."""
+    parts = []
+    for width in reversed(STUCK_BITS):
+        parts.append(word & (1 << width) - 1)
+        word >>= width
+    sm, index, awaited, role = parts
+    return MegaMoETimeout(
+        f"rank {rank}, SM {sm}, role {RoleId(role).name.lower()}: waited more than {2 * timeout_s:g} s for "
+        f"{AWAITED_TEXT[Awaited(awaited)].format(peer=index)}, which another role of its SM owes it: a "
+        "defect of the kernel, or a copy that never ended. It trapped; the process can't use the GPU any more"
+    )
 
 
 def peer_aborted(rank: int, by: int) -> PeerAborted:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megagen.contract import Contract, Region
-from megagen.errors import InputError, MegaMoETimeout
+from megagen.errors import DeviceError, InputError, MegaMoETimeout
 from megagen.planning.plan import ZEROED_LOCAL, ZEROED_SYMMETRIC, KernelPlan
 from megagen.planning.planner import default_format, largest_local_layout
 from megagen.runtime.driver import Gpu, private_stream, require_gpu
@@ -183,7 +183,10 @@ class SymmBuffer:
                 launch has made progress for twice the limit, so that it can't have started.
             DeviceError: a kernel faulted.
         """
-        finished = self._wait(host_limit(timeout_s))
+        try:
+            finished = self._wait(host_limit(timeout_s))
+        except DeviceError as fault:
+            raise self.pending_error(timeout_s) or fault from fault
         error = self.pending_error(timeout_s)
         if error is not None:
             raise error
