@@ -111,7 +111,7 @@ constexpr u32 STEP_LANES = 32;  // lanes that take part in a step
 constexpr u32 LANDING_SLOTS = 16;  // pieces of rows in flight to the combine role
 constexpr u32 UNITS_PER_TOKEN = 7;
 constexpr u32 EARLY_UNITS = 1024;  // units of an SM that may be combined while tiles are computed
-constexpr u32 LATE_ROW_LOADS = 6;  // rows that a math warp loads at once
+constexpr u32 LATE_ROW_LOADS = 6;  // rows that a epilogue warp loads at once
 constexpr u32 LOOKS_PER_SCAN = 4;  // looks for finished tiles per look for finished tokens
 constexpr u32 POLL_NS = 200;  // ns between looks for work of the combine role
 constexpr u32 DRAIN_NS = 50000;  // ns, in which an issued bulk copy lands for sure
@@ -327,6 +327,13 @@ DEVICE u32 map_to_cta(u32 address, u32 rank) {
 DEVICE void store_cluster_16(u32 mapped, uint4 v) {
     asm volatile("st.shared::cluster.v4.u32 [%0], { %1, %2, %3, %4};"
                  ::"r"(mapped), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// A word of this CTA that threads of another may write at the same time.
+DEVICE u32 load_relaxed_cluster(u32 address) {
+    u32 value;
+    asm volatile("ld.relaxed.cluster.shared::cta.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
 }
 
 // A word that other threads of the cluster may read at the same time.
@@ -592,7 +599,7 @@ DEVICE void tcgen05_commit(u32 barrier) {
 // next, then the same of the row 8 below (PTX ISA 9.7.16.2.3.1.5).
 DEVICE void tmem_load_rows(float (&d)[8], u32 address) {
     asm volatile("tcgen05.ld.sync.aligned.16x256b.x2.b32"
-                 " {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
+                 " { %0, %1, %2, %3, %4, %5, %6, %7}, [%8];"
                  : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]),
                    "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7])
                  : "r"(address) : "memory");
@@ -1278,7 +1285,7 @@ DEVICE void release_task(u32 smem, const TileSlot& slot) {
 // Whether tile `number` of the pair will not be computed: the leader's token loader has left before it handed
 // on that tile, so nobody empties its stages.
 DEVICE bool tile_cancelled(u32 smem, u32 number) {
-    const u32 tiles = load_relaxed_shared(cta_flag(smem, CTA_FLAG_TILES));
+    const u32 tiles = load_relaxed_cluster(cta_flag(smem, CTA_FLAG_TILES));
     return tiles != 0 && number >= tiles - 1;
 }
 

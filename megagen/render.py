@@ -292,6 +292,7 @@ def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
     shape, columns = plan.contract.shape, plan.combine_columns
     steps = columns // plan.combine_step_columns
     late_rows = min(shape.top_k, 24 // steps)
+    worker = _context(plan)["worker"]
     return (
         Constant("LONE_PUBLISHER_ROUTES", plan.lone_publisher_routes, "up to so many, one SM publishes all"),
         Constant("PULL_BYTES", plan.pull_bytes, "piece of a token row that is pulled at a time"),
@@ -306,7 +307,7 @@ def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
         Constant("LANDING_SLOTS", plan.landing_slots, "pieces of rows in flight to the combine role"),
         Constant("UNITS_PER_TOKEN", shape.hidden // columns),
         Constant("EARLY_UNITS", EARLY_UNITS, "units of an SM that may be combined while tiles are computed"),
-        Constant("LATE_ROW_LOADS", late_rows, "rows that a math warp loads at once"),
+        Constant("LATE_ROW_LOADS", late_rows, f"rows that a {worker} warp loads at once"),
         Constant("LOOKS_PER_SCAN", 4, "looks for finished tiles per look for finished tokens"),
         Constant("POLL_NS", POLL_NS, "ns between looks for work of the combine role"),
         Constant("DRAIN_NS", DRAIN_NS, "ns, in which an issued bulk copy lands for sure"),
