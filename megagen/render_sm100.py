@@ -99,9 +99,15 @@ def sm100_tiles(plan: Sm100Plan) -> tuple[Constant, ...]:
             "OPERAND_DESCRIPTOR", f"{plan.operand_descriptor:#018x}ull", "128B-swizzled rows of 128 B", "u64"
         ),
         Constant("SF_DESCRIPTOR", f"{plan.sf_descriptor:#018x}ull", "16-byte lines", "u64"),
-        Constant("INSTRUCTION", f"{plan.instruction.word():#010x}", "E2M1 x E4M3, UE8M0, M = 256, N = BLOCK_M"),
-        Constant("INSTRUCTION_SF_STEP", f"{_sf_step():#010x}", "next SF of the packed four, of both operands"),
-        Constant("DESCRIPTOR_K_STEP", UMMA_K // 16, "16-byte units of a descriptor: UMMA_K bytes further in K"),
+        Constant(
+            "INSTRUCTION", f"{plan.instruction.word():#010x}", "E2M1 x E4M3, UE8M0, M = 256, N = BLOCK_M"
+        ),
+        Constant(
+            "INSTRUCTION_SF_STEP", f"{_sf_step():#010x}", "next SF of the packed four, of both operands"
+        ),
+        Constant(
+            "DESCRIPTOR_K_STEP", UMMA_K // 16, "16-byte units of a descriptor: UMMA_K bytes further in K"
+        ),
         Constant("TILE_SLOTS", TILE_SLOTS, "tile tasks between the token loader and the other roles"),
         Constant("ORDER_SLOTS", ORDER_SLOTS, "tile tasks between the weight loader and the token loader"),
         Constant("L1_N_TILES", plan.weight_layout.n_tiles13, "tiles of UMMA_M weight rows per expert"),

@@ -39,7 +39,11 @@ _ORDER = (
     ("relaxed to weak", r"\b(ld|st)\.relaxed\.\w+\.", r"\1."),
     ("release to relaxed", r"mbarrier\.arrive\.(shared|expect_tx\.shared)", r"mbarrier.arrive.~\1"),
     ("release to relaxed", r"mbarrier\.arrive\.release", "mbarrier.arrive.relaxed"),
-    ("acquire to relaxed", r"mbarrier\.(test|try)_wait\.parity\.shared", r"mbarrier.\1_wait.parity.relaxed.cta.shared"),
+    (
+        "acquire to relaxed",
+        r"mbarrier\.(test|try)_wait\.parity\.shared",
+        r"mbarrier.\1_wait.parity.relaxed.cta.shared",
+    ),
     ("acquire to relaxed", r"_wait\.parity\.acquire", "_wait.parity.relaxed"),
     ("sync to arrive", r"\bbar\.sync\b", "bar.arrive"),
 )

@@ -139,7 +139,9 @@ def prepare(case: Case, kernels: Sequence[Kernel] | None = None, **machine: Any)
     """
     kernels = kernels or [Kernel.of(plan) for plan in case.plans]
     options = {"seed": case.seed, **machine}
-    return EmulatedLayer(case.contract, kernels, case.sms, expert_weights(case.shape, case.contract.format), **options)
+    return EmulatedLayer(
+        case.contract, kernels, case.sms, expert_weights(case.shape, case.contract.format), **options
+    )
 
 
 def run(case: Case, layer: EmulatedLayer) -> list[CallResult]:

@@ -32,7 +32,9 @@ def ladder_of(arch: str) -> tuple[int, ...]:
 def largest_local_layout(contract: Contract, arch: str) -> Layout:
     """The local workspace that is large enough for every plan of a contract."""
     layout_of = sm90.local_layout if arch == "sm90" else sm100.local_layout
-    return max((layout_of(contract, block_m) for block_m in reversed(ladder_of(arch))), key=lambda it: it.size)
+    return max(
+        (layout_of(contract, block_m) for block_m in reversed(ladder_of(arch))), key=lambda it: it.size
+    )
 
 
 @lru_cache(maxsize=1024)

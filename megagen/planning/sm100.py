@@ -467,7 +467,13 @@ def choose_roles(contract: Contract) -> tuple[tuple[Role, ...], str]:
             "leader: scale factors to tensor memory, MMAs; follower: says what is full",
         ),
         Role("combine", 7, 1, load, "signals finished tiles, combines tokens that are home"),
-        Role("epilogue", 8, EPILOGUE_WARPS, epilogue, "publishes routes; SwiGLU or bfloat16 home; combines the rest"),
+        Role(
+            "epilogue",
+            8,
+            EPILOGUE_WARPS,
+            epilogue,
+            "publishes routes; SwiGLU or bfloat16 home; combines the rest",
+        ),
     )
     granted = sum(role.registers * role.warps * 32 for role in roles)
     sign = ">" if many else "<="
