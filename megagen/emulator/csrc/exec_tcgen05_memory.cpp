@@ -156,8 +156,16 @@ void alloc(Exec& x, const Instr& i) {
 
 /// Nothing may access the columns any more: every access must be known to be complete.
 void check_free(Exec& x, uint32_t column, uint32_t columns) {
-  TensorMemory& memory = tensor_memory(x.cta());
-  const Clock known = x.publish(kAllLanes);
+  Cta& cta = x.cta();
+  TensorMemory& memory = tensor_memory(cta);
+  for (const auto& op : cta.cluster->tensor_ops) {
+    const bool uses = std::find(op->ctas.begin(), op->ctas.end(), &cta) != op->ctas.end();
+    if (uses && op->kind != TensorKind::Commit && cta.tensor_allocations.size() == 1)
+      fail(ErrorKind::DataRace, "tcgen05.dealloc isn't ordered after the completion of " +
+                                    op->program->describe(*op->instr) + " by " + x.m.name_of(*op->warp));
+  }
+  Clock known = x.publish(kAllLanes);
+  known.before.join(known.tensor);
   Accessor by = x.accessor(0, uint32_t{0});
   by.program_order_from = UINT32_MAX;
   by.clock = &known;

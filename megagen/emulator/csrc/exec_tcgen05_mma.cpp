@@ -199,8 +199,8 @@ void execute(TensorOp& op, const Multiplication& m) {
   ++op.m->counters.matrix;
 }
 
-// --- Issue. op[0] D, op[1] A, op[2] descriptor of B, op[3] instruction descriptor, op[4] enable-input-d;
-// extra: scale addresses, or lanes not to write; choice .cta_group, type2/vector: kind and scales ---
+// --- Issue. op[0] D, op[1] A, op[2] descriptor of B, op[3] instruction descriptor, op[4] enable-input-d,
+// imm: scale-input-d; extra: scale addresses, or lanes not to write; choice .cta_group, type2/vector: kind and scales ---
 
 enum : uint16_t { kTensorA = 1, kStationary = 2, kMask = 4 };
 
@@ -213,9 +213,9 @@ tg::Descriptor descriptor_of(const Exec& x, const Ref& r, int lane, const char* 
   return d;
 }
 
-TensorAddress address_of(const Exec& x, const Ref& r, int lane, const char* role) {
+TensorAddress address_of(const Exec& x, const Ref& r, int lane, const char* role, int64_t offset = 0) {
   x.require_defined(r, role);
-  return TensorAddress(static_cast<uint32_t>(x.value(r, lane)));
+  return TensorAddress(static_cast<uint32_t>(x.value(r, lane)) + static_cast<uint32_t>(offset));
 }
 
 void check_lanes(const Multiplication& m) {
@@ -246,10 +246,10 @@ void mma(Exec& x, const Instr& i) {
   const auto word = static_cast<uint32_t>(x.value(i.op[3], lane));
   if (const char* why = tg::decode(word, m.shape))
     fail(ErrorKind::Emulator, format("instruction descriptor 0x%08x: %s", word, why));
-  m.d = address_of(x, i.op[0], lane, "address of D");
+  m.d = address_of(x, i.op[0], lane, "address of D", i.offset[0]);
   m.a_in_tensor_memory = i.flags & kTensorA;
   if (m.a_in_tensor_memory) {
-    m.a = address_of(x, i.op[1], lane, "address of A");
+    m.a = address_of(x, i.op[1], lane, "address of A", i.offset[1]);
     if (m.shape.transpose_a) fail(ErrorKind::Emulator, "A in tensor memory can't be transposed");
   } else {
     m.a_descriptor = descriptor_of(x, i.op[1], lane, "descriptor of A");
@@ -308,11 +308,18 @@ int scales_of(Decoder& d, tg::Kind kind) {
   return usual;
 }
 
-Ref tensor_address(Decoder& d, size_t operand) {
+/// [register + offset], the offset into `offset`.
+Ref tensor_address(Decoder& d, size_t operand, int64_t& offset) {
   Instr scratch;
   d.address(scratch, d.operand(operand), 0);
-  if (scratch.imm) d.unsupported("an offset to a tensor memory address");
+  offset = scratch.imm;
   return scratch.op[0];
+}
+Ref scale_address(Decoder& d, size_t operand) {
+  int64_t offset = 0;
+  const Ref base = tensor_address(d, operand, offset);
+  if (offset) d.unsupported("an offset to the address of scale factors");
+  return base;
 }
 
 void decode_mma(Decoder& d, Instr& i) {
@@ -321,10 +328,10 @@ void decode_mma(Decoder& d, Instr& i) {
   const int scales = tg::is_block_scaled(kind) ? scales_of(d, kind) : 0;
   i.vector = static_cast<uint8_t>(static_cast<int>(kind) | scales << 4);
   if (d.has(".ws")) i.flags |= kStationary;
-  i.op[0] = tensor_address(d, 0);
+  i.op[0] = tensor_address(d, 0, i.offset[0]);
   if (d.operand(1).kind == AstOperand::Address) {
     i.flags |= kTensorA;
-    i.op[1] = tensor_address(d, 1);
+    i.op[1] = tensor_address(d, 1, i.offset[1]);
   } else {
     i.op[1] = d.source(d.operand(1), Type::B64);
   }
@@ -332,7 +339,7 @@ void decode_mma(Decoder& d, Instr& i) {
   i.op[3] = d.source(d.operand(3), Type::U32);
   size_t k = 4;
   if (scales) {
-    const Ref addresses[] = {tensor_address(d, 4), tensor_address(d, 5)};
+    const Ref addresses[] = {scale_address(d, 4), scale_address(d, 5)};
     i.extra = static_cast<uint32_t>(d.program().extra.size());
     i.extra_count = 2;
     d.program().extra.insert(d.program().extra.end(), addresses, addresses + 2);

@@ -237,6 +237,12 @@ struct Cta {
     uint64_t key;
     Agent issued, done;
     Mask lanes;  // that issued
+    struct Issued {
+      uint32_t count;
+      int lane;
+      VectorClock order;  // what came before it
+    };
+    std::deque<Issued> recent;  // the latest, oldest first
   };
   std::vector<TensorStream> tensor_streams;
   struct TensorRequest {  // of a warp that allocates or frees together with one of the peer CTA

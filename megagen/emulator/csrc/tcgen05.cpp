@@ -34,18 +34,24 @@ Cta::TensorStream& stream_of(Machine& m, Cta& cta, int warp, TensorKind kind, ui
   const uint64_t index = cta.tensor_streams.size();
   cta.tensor_streams.push_back({warp, static_cast<uint8_t>(kind), key,
                                 m.agent(cta, AgentKind::TensorIssued, index),
-                                m.agent(cta, AgentKind::TensorDone, index), 0});
+                                m.agent(cta, AgentKind::TensorDone, index), 0, {}});
   return cta.tensor_streams.back();
 }
 
-/// Adds what pipelined operations, known to have been issued, will have done.
+constexpr size_t kRecent = 256;  // issued operations of a stream that are remembered
+
+/// Adds what pipelined operations, known to have been issued, will have done, and what came before them.
 void add_pipelined(const Machine& m, const TensorOp& op, const VectorClock& issued, VectorClock& order) {
   for (const Cta* cta : op.ctas) {
     for (const auto& s : cta->tensor_streams) {
       if (!pipelined(m, static_cast<TensorKind>(s.kind), s.key, op.kind, op.key)) continue;
       for (Mask rest = s.lanes; rest; rest &= rest - 1) {
         const int l = __builtin_ctz(rest);
-        order.learn(s.done, 1u << l, issued.known_count(s.issued, l));
+        const uint32_t count = issued.known_count(s.issued, l);
+        order.learn(s.done, 1u << l, count);
+        const auto last = std::find_if(s.recent.rbegin(), s.recent.rend(),
+                                       [&](const auto& o) { return o.lane == l && o.count <= count; });
+        if (last != s.recent.rend()) order.join(last->order);
       }
     }
   }
@@ -122,6 +128,8 @@ std::shared_ptr<TensorOp> new_tensor_op(Exec& x, const Instr& i, int lane, Tenso
     }
   }
   if (kind >= TensorKind::Load) return op;  // tcgen05.wait tracks it
+  stream.recent.push_back({op->count, lane, op->order.before});
+  if (stream.recent.size() > kRecent) stream.recent.pop_front();
   own.after.learn(op->issued, 1u << lane, op->count);
   own.tracked.join(op->order.before);
   own.tracked.learn(op->done, 1u << lane, op->count);
