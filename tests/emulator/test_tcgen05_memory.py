@@ -137,7 +137,7 @@ def test_packed_load_and_unpacked_store(shape, num):
 
 
 def test_load_with_a_reduction():
-    """tcgen05.ld.red.sync.aligned.32x32b.x4.max.s32, tcgen05.ld.red.sync.aligned.16x32bx2.x2.min.f32."""
+    """tcgen05.ld.red.sync.aligned.32x32b.x4.max.s32 and tcgen05.ld.red.sync.aligned.16x32bx2.x2.min.f32 among them."""
     start = words((128, 128))
     loaded, _, _ = move("tcgen05.ld.red.sync.aligned.32x32b.x4.max.s32 {R}, {V}, {A}", 5, start, words((128, 5)), 1, "sm103")
     assert np.array_equal(loaded[:, :4], start[:, :4])
@@ -165,8 +165,8 @@ COPIES = {
 }
 """Rows, bytes per row, and the lanes that a row goes to.
 
-Spelled out: tcgen05.cp.cta_group::1.128x256b, tcgen05.cp.cta_group::1.64x128b.warpx2::02_13,
-tcgen05.cp.cta_group::1.32x128b.warpx4.b8x16.b6x16_p32.
+For instance tcgen05.cp.cta_group::1.128x256b or tcgen05.cp.cta_group::1.64x128b.warpx2::02_13 or also
+tcgen05.cp.cta_group::1.32x128b.warpx4.b8x16.b6x16_p32 with a conversion.
 """
 
 
@@ -228,14 +228,12 @@ def test_copy_to_a_lane_and_from_the_end_of_a_swizzle_pattern():
 
 
 def test_shift():
-    """tcgen05.shift.cta_group::1.down: 32 bytes of each lane of a quarter but the last move to the next lane."""
+    """32 bytes of each lane of a quarter but the last move to the next lane."""
     start = words((128, 32))
     expected = start.copy()
     expected[33:64, 8:16] = start[32:63, 8:16]
-    for form in ("cta_group::1.down", "down.cta_group::1"):  # the ISA's syntax, and that of its examples
-        body = f'ASM("tcgen05.shift.{form} [%0];" :: "r"(tm + 8 + (32 << 16)));'
-        if form.startswith("down"):
-            body = body.replace("shift.down.cta_group::1", "shift.cta_group::1.down")
+    for form in ("tcgen05.shift.cta_group::1.down ", "tcgen05.shift.down.cta_group::1 "):  # syntax and examples of the ISA
+        body = f'ASM("{form} [%0];" :: "r"(tm + 8 + (32 << 16)));'
         assert np.array_equal(run(body, np.zeros(16, np.uint8), start=start).words, expected)
 
 

@@ -181,7 +181,7 @@ def test_half_precision_accumulator():
 
 @pytest.mark.parametrize(("signed", "saturate"), [(0, 0), (3, 1), (1, 0)])
 def test_integers(signed, saturate):
-    """tcgen05.mma.cta_group::1.kind::i8: exact, wrapping around or saturating at 32 bits."""
+    """tcgen05.mma.cta_group::1.kind::i8 is exact, wrapping around or saturating at 32 bits."""
     rng = np.random.default_rng(0)
     a, b = rng.integers(0, 256, (128, 32)), rng.integers(0, 256, (48, 32))
     image, (at_a, at_b) = image_of(k_major(a.astype(np.uint8), 0, 128, 256), k_major(b.astype(np.uint8), 0, 128, 256))
@@ -203,8 +203,8 @@ def test_integers(signed, saturate):
     ],
 )  # fmt: skip
 def test_dense_fp4(form, scales, ids, ue8m0_type):
-    """tcgen05.mma.cta_group::1.kind::mxf4.block_scale and tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16:
-    two elements to a byte, K = 64, a scale factor per 32 or 16."""
+    """tcgen05.mma.cta_group::1.kind::mxf4.block_scale and tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16
+    have two elements to a byte, K = 64, a scale factor per 32 or 16."""
     m, n, k = 128, 160, 64
     a, b = operands("e2m1", "e2m1", m, n, k)
     rng = np.random.default_rng(1)
@@ -355,8 +355,8 @@ def test_a_in_tensor_memory(fmt, m):
 
 @pytest.mark.parametrize("m", [32, 64, 128])
 def test_weight_stationary(m):
-    """tcgen05.mma.ws.cta_group::1.kind::f8f6f4.collector::b1::fill: halves or quarters of the columns lie in lanes of
-    their own."""
+    """tcgen05.mma.ws.cta_group::1.kind::f8f6f4.collector::b1::fill and the like: halves or quarters of the columns lie
+    in lanes of their own."""
     n = 64
     a, b = operands("e4m3", "e5m2", m, n, 32)
     image, (at_a, at_b) = image_of(k_major(row_bytes(a, "e4m3"), 0, 128, 256), k_major(row_bytes(b, "e5m2"), 0, 128, 256))

@@ -151,7 +151,7 @@ TensorPlace tensor_access(TensorOp& op, Cta& cta, uint32_t lane, uint32_t column
   by.agent = op.done;
   by.lane = op.lane;
   by.count = op.count;
-  by.program_order_from = UINT32_MAX;
+  by.program_order_from = op.kind == TensorKind::Load ? 0 : UINT32_MAX;  // loads: reads only
   by.line = op.instr->line;
   by.clock = order ? order : &op.order;
   by.unfenced = thread ? thread : &op.clock;
@@ -174,7 +174,7 @@ void tensor_read_shared(TensorOp& op, Cta& cta, uint32_t address, uint8_t* data,
   by.agent = op.done;
   by.lane = op.lane;
   by.count = op.count;
-  by.program_order_from = UINT32_MAX;
+  by.program_order_from = 0;  // reads only, and who knows of a later one knows of this one
   by.flags = kValid | kAsync;
   by.line = op.instr->line;
   by.clock = &op.clock;
