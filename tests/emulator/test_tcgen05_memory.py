@@ -59,7 +59,9 @@ extern "C" __global__ void k(const u32* start, const u32* values, u32* out) {
 """
 
 
-def move(instruction: str, count: int, start: np.ndarray, values: np.ndarray, results: int = 0, arch: str = "sm100"):
+def move(
+    instruction: str, count: int, start: np.ndarray, values: np.ndarray, results: int = 0, arch: str = "sm100"
+):
     """Registers [thread, count], words [lane, column] of tensor memory, and its undefined bits, after ``instruction``.
 
     The instruction names its registers {R}, its address {A}.
@@ -67,7 +69,11 @@ def move(instruction: str, count: int, start: np.ndarray, values: np.ndarray, re
     names = ", ".join(f"%{i}" for i in range(count - results))
     constraint = '"+r"' if ".ld" in instruction else '"r"'
     ops = ", ".join(f"{constraint}(r[{i}])" for i in range(count))
-    text = instruction.replace("{R}", f"{{{names}}}").replace("{A}", f"[%{count}]").replace("{V}", f"%{count - 1}")
+    text = (
+        instruction.replace("{R}", f"{{{names}}}")
+        .replace("{A}", f"[%{count}]")
+        .replace("{V}", f"%{count - 1}")
+    )
     if ".ld" in instruction:
         asm = f'ASM("{text};" : {ops} : "r"(tm)); wait_ld();'
     else:
@@ -101,8 +107,12 @@ def test_load_and_store(shape, num):
     count = REGISTERS[shape] * num
     start, values = words((128, 128)), words((128, count), 1)
     half = f", {SPLIT}" if shape == "16x32bx2" else ""
-    loaded, memory, _ = move(f"tcgen05.ld.sync.aligned.{shape}.x{num}.b32 {{R}}, {{A}}{half}", count, start, values)
-    _, stored, _ = move(f"tcgen05.st.sync.aligned.{shape}.x{num}.b32 {{A}}{half}, {{R}}", count, start, values)
+    loaded, memory, _ = move(
+        f"tcgen05.ld.sync.aligned.{shape}.x{num}.b32 {{R}}, {{A}}{half}", count, start, values
+    )
+    _, stored, _ = move(
+        f"tcgen05.st.sync.aligned.{shape}.x{num}.b32 {{A}}{half}, {{R}}", count, start, values
+    )
     after = start.copy()
     for thread in range(128):
         for r in range(count):
@@ -113,15 +123,21 @@ def test_load_and_store(shape, num):
     assert np.array_equal(memory, start) and np.array_equal(stored, after)
 
 
-@pytest.mark.parametrize(("shape", "num"), [("32x32b", 4), ("16x64b", 2), ("16x128b", 1), ("16x256b", 4), ("16x32bx2", 2)])
+@pytest.mark.parametrize(
+    ("shape", "num"), [("32x32b", 4), ("16x64b", 2), ("16x128b", 1), ("16x256b", 4), ("16x32bx2", 2)]
+)
 def test_packed_load_and_unpacked_store(shape, num):
     """tcgen05.ld.sync.aligned.32x32b.x4.pack::16b.b32 joins the low halves of two columns,
     tcgen05.st.sync.aligned.32x32b.x4.unpack::16b.b32 takes a register apart."""
     count = REGISTERS[shape] * num
     start, values = words((128, 128)), words((128, count), 1)
     half = f", {SPLIT}" if shape == "16x32bx2" else ""
-    loaded, _, _ = move(f"tcgen05.ld.sync.aligned.{shape}.x{num}.pack::16b.b32 {{R}}, {{A}}{half}", count, start, values)
-    _, stored, undefined = move(f"tcgen05.st.sync.aligned.{shape}.x{num}.unpack::16b.b32 {{A}}{half}, {{R}}", count, start, values)
+    loaded, _, _ = move(
+        f"tcgen05.ld.sync.aligned.{shape}.x{num}.pack::16b.b32 {{R}}, {{A}}{half}", count, start, values
+    )
+    _, stored, undefined = move(
+        f"tcgen05.st.sync.aligned.{shape}.x{num}.unpack::16b.b32 {{A}}{half}, {{R}}", count, start, values
+    )
     written = np.zeros((128, 128), bool)
     for thread in range(128):
         for r in range(count):
@@ -139,16 +155,32 @@ def test_packed_load_and_unpacked_store(shape, num):
 def test_load_with_a_reduction():
     """tcgen05.ld.red.sync.aligned.32x32b.x4.max.s32 and tcgen05.ld.red.sync.aligned.16x32bx2.x2.min.f32 among them."""
     start = words((128, 128))
-    loaded, _, _ = move("tcgen05.ld.red.sync.aligned.32x32b.x4.max.s32 {R}, {V}, {A}", 5, start, words((128, 5)), 1, "sm103")
+    loaded, _, _ = move(
+        "tcgen05.ld.red.sync.aligned.32x32b.x4.max.s32 {R}, {V}, {A}", 5, start, words((128, 5)), 1, "sm103"
+    )
     assert np.array_equal(loaded[:, :4], start[:, :4])
     assert np.array_equal(loaded[:, 4].view(np.int32), start[:, :4].view(np.int32).max(1))
-    loaded, _, _ = move("tcgen05.ld.red.sync.aligned.32x32b.x8.min.u32 {R}, {V}, {A}", 9, start, words((128, 9)), 1, "sm103")
+    loaded, _, _ = move(
+        "tcgen05.ld.red.sync.aligned.32x32b.x8.min.u32 {R}, {V}, {A}", 9, start, words((128, 9)), 1, "sm103"
+    )
     assert np.array_equal(loaded[:, 8], start[:, :8].min(1))
     floats = np.random.default_rng(3).normal(size=(128, 128)).astype(np.float32)
     floats[5, 1] = np.nan
     for form, expected in [("min", np.fmin.reduce), ("min.abs.NaN", lambda v, axis: np.abs(v).min(axis))]:
-        loaded, _, _ = move(f"tcgen05.ld.red.sync.aligned.16x32bx2.x2.{form}.f32 {{R}}, {{V}}, {{A}}, {SPLIT}", 3, floats.view(np.uint32), words((128, 3)), 1, "sm103")
-        rows = np.concatenate([[floats[32 * w + t % 16, [0, 1] + SPLIT * np.array(t // 16)] for t in range(32)] for w in range(4)])
+        loaded, _, _ = move(
+            f"tcgen05.ld.red.sync.aligned.16x32bx2.x2.{form}.f32 {{R}}, {{V}}, {{A}}, {SPLIT}",
+            3,
+            floats.view(np.uint32),
+            words((128, 3)),
+            1,
+            "sm103",
+        )
+        rows = np.concatenate(
+            [
+                [floats[32 * w + t % 16, [0, 1] + SPLIT * np.array(t // 16)] for t in range(32)]
+                for w in range(4)
+            ]
+        )
         actual, wanted = loaded[:, 2].view(np.float32), expected(rows, axis=1)
         assert np.array_equal(actual, wanted, equal_nan=True)
 
@@ -175,7 +207,9 @@ def copy(form: str, descriptor: str, group: int = 1, column: int = 4) -> str:
 
 
 @pytest.mark.parametrize("form", COPIES)
-@pytest.mark.parametrize(("mode", "leading", "stride"), [(0, 4096, 128), (2, 0, 1024), (4, 0, 512), (6, 0, 256)])
+@pytest.mark.parametrize(
+    ("mode", "leading", "stride"), [(0, 4096, 128), (2, 0, 1024), (4, 0, 512), (6, 0, 256)]
+)
 def test_copy(form, mode, leading, stride):
     rows, width, lanes = COPIES[form]
     data = np.random.default_rng(0).integers(0, 256, (rows, width), np.uint8)
@@ -222,7 +256,9 @@ def test_copy_to_a_lane_and_from_the_end_of_a_swizzle_pattern():
     out = run(body, image)
     assert np.array_equal(out.words[5::32, :8], data[:4].view(np.uint32))
     # Rows 4 to 7 begin 512 bytes into the pattern: base offset 4 makes it count from there.
-    shifted = np.concatenate([np.zeros(512, np.uint8), k_major(data[:4], 2, 0, 1024), np.zeros(512, np.uint8)])
+    shifted = np.concatenate(
+        [np.zeros(512, np.uint8), k_major(data[:4], 2, 0, 1024), np.zeros(512, np.uint8)]
+    )
     out = run(copy("4x256b", "desc(s + 512, 0, 1024, 2) | (u64)4 << 49"), shifted)
     assert np.array_equal(out.words[::32, 4:12], data[:4].view(np.uint32))
 
@@ -232,7 +268,10 @@ def test_shift():
     start = words((128, 32))
     expected = start.copy()
     expected[33:64, 8:16] = start[32:63, 8:16]
-    for form in ("tcgen05.shift.cta_group::1.down ", "tcgen05.shift.down.cta_group::1 "):  # syntax and examples of the ISA
+    for form in (
+        "tcgen05.shift.cta_group::1.down ",
+        "tcgen05.shift.down.cta_group::1 ",
+    ):  # syntax and examples of the ISA
         body = f'ASM("{form} [%0];" :: "r"(tm + 8 + (32 << 16)));'
         assert np.array_equal(run(body, np.zeros(16, np.uint8), start=start).words, expected)
 
@@ -240,11 +279,21 @@ def test_shift():
 # --- Allocation ---
 
 
-def allocate(body: str, grid: int = 1, sms: int = 1, block: int = 32, cluster: int = 1, seed: int = 0, arch: str = "sm100"):
+def allocate(
+    body: str,
+    grid: int = 1,
+    sms: int = 1,
+    block: int = 32,
+    cluster: int = 1,
+    seed: int = 0,
+    arch: str = "sm100",
+):
     machine = Machine(arch, sms=sms, seed=seed)
     out = machine.alloc(0, (grid, 64), np.uint32)
     text = f'extern "C" __global__ void k(u32* out) {{ __shared__ u32 base[8]; out += blockIdx.x * 64; const u32 t = threadIdx.x; {body} }}'
-    machine.launch(machine.load(to_ptx(DEVICE + text, "sm_100a")), "k", grid, block, cluster=cluster, args=[[out]])
+    machine.launch(
+        machine.load(to_ptx(DEVICE + text, "sm_100a")), "k", grid, block, cluster=cluster, args=[[out]]
+    )
     machine.run()
     return out.view.copy()
 
@@ -304,7 +353,12 @@ def test_pairs_allocate_the_same_columns_together():
     with pytest.raises(EmulatorError, match="allocate different tensor memory together"):
         allocate("alloc2(&base[0], rank() ? 64 : 128);", grid=2, sms=2, cluster=2)
     with pytest.raises(Deadlock, match="waits for the peer CTA"):
-        allocate("alloc2(&base[0], 64); if (rank()) dealloc2(base[0], 64); cluster_sync(); if (!rank()) dealloc2(base[0], 64);", grid=2, sms=2, cluster=2)
+        allocate(
+            "alloc2(&base[0], 64); if (rank()) dealloc2(base[0], 64); cluster_sync(); if (!rank()) dealloc2(base[0], 64);",
+            grid=2,
+            sms=2,
+            cluster=2,
+        )
 
 
 @pytest.mark.parametrize(
@@ -333,6 +387,8 @@ def test_one_thread_issues():
 
 
 def test_sparse_multiplication_is_refused():
-    text = ptx_kernel("tcgen05.mma.sp.cta_group::1.kind::f16 [%r0], %rd0, %rd1, [%r1], %r2, %p0;").replace("sm_90a", "sm_100a")
+    text = ptx_kernel("tcgen05.mma.sp.cta_group::1.kind::f16 [%r0], %rd0, %rd1, [%r1], %r2, %p0;").replace(
+        "sm_90a", "sm_100a"
+    )
     with pytest.raises(UnsupportedInstruction, match="TensorCore 5th Generation"):
         Machine("sm100").load(text)

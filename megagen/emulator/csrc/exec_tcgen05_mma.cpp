@@ -1,6 +1,6 @@
 // tcgen05.mma and mma.ws: decoding, gathering of operands, and results.
-// Source: PTX ISA, "TensorCore 5th Generation Family Instructions: TensorCore 5th Generation Matrix Multiply and
-// accumulate Operations".
+// Source: PTX ISA, "TensorCore 5th Generation Family Instructions: TensorCore 5th Generation Matrix Multiply
+// and accumulate Operations".
 #include "access.hpp"
 #include "tcgen05.hpp"
 #include "tcgen05_mma.hpp"
@@ -76,7 +76,8 @@ void gather_mn_major(TensorOp& op, Cta& cta, const Multiplication& m, const tg::
 void gather(TensorOp& op, Cta& cta, const Multiplication& m, bool is_a, int first, int count, Rows& out) {
   const tg::Descriptor& d = is_a ? m.a_descriptor : m.b_descriptor;
   const bool transposed = is_a ? m.shape.transpose_a : m.shape.transpose_b;
-  (transposed ? gather_mn_major : gather_k_major)(op, cta, m, d, is_a ? m.shape.a : m.shape.b, first, count, out);
+  (transposed ? gather_mn_major : gather_k_major)(op, cta, m, d, is_a ? m.shape.a : m.shape.b, first, count,
+                                                  out);
 }
 
 /// A of one lane in tensor memory.
@@ -85,7 +86,8 @@ void gather_lane(TensorOp& op, Cta& cta, const Multiplication& m, uint32_t lane,
   double* to = out.row(static_cast<int>(lane));
   bool undefined = false;
   for (int unit = 0; unit < 2; ++unit) {
-    to += tg::tensor_values(m.shape.kind, m.shape.a, p.data + 16 * unit, p.undefined + 16 * unit, to, undefined);
+    to += tg::tensor_values(m.shape.kind, m.shape.a, p.data + 16 * unit, p.undefined + 16 * unit, to,
+                            undefined);
   }
   out.undefined[lane] = undefined;
 }
@@ -98,7 +100,9 @@ struct Scales {
 
   Scales(TensorOp& op, Cta& cta, const tg::Instruction& shape, TensorAddress at, int id, uint32_t quarter,
          int count)
-      : per_row(shape.scales), values(static_cast<size_t>(count * per_row)), undefined(static_cast<size_t>(count)) {
+      : per_row(shape.scales),
+        values(static_cast<size_t>(count * per_row)),
+        undefined(static_cast<size_t>(count)) {
     const auto words = static_cast<uint32_t>((count + 31) / 32);
     for (uint32_t l = 0; l < 32 && l < static_cast<uint32_t>(count); ++l) {
       const TensorPlace p = tensor_access(op, cta, at.lane + quarter * 32 + l, at.column, words, false);
@@ -119,7 +123,8 @@ struct Scales {
 };
 
 /// B for one quarter of the lanes, scaled.
-tg::Panel panel_of(const tg::Instruction& shape, Rows& b, const Scales* scales, std::vector<uint8_t>& undefined) {
+tg::Panel panel_of(const tg::Instruction& shape, Rows& b, const Scales* scales,
+                   std::vector<uint8_t>& undefined) {
   tg::Panel panel(shape.n, shape.k);
   const double sign = shape.negate_b ? -1 : 1;
   for (int n = 0; n < shape.n; ++n) {
@@ -200,7 +205,8 @@ void execute(TensorOp& op, const Multiplication& m) {
 }
 
 // --- Issue. op[0] D, op[1] A, op[2] descriptor of B, op[3] instruction descriptor, op[4] enable-input-d,
-// imm: scale-input-d; extra: scale addresses, or lanes not to write; choice .cta_group, type2/vector: kind and scales ---
+// imm: scale-input-d; extra: scale addresses, or lanes not to write; choice .cta_group, type2/vector: kind
+// and scales ---
 
 enum : uint16_t { kTensorA = 1, kStationary = 2, kMask = 4 };
 
@@ -222,8 +228,8 @@ void check_lanes(const Multiplication& m) {
   const bool half = m.path.half;
   const auto fits = [&](TensorAddress a) { return a.lane == 0 || (half && a.lane == 16); };
   if (!fits(m.d) || (m.a_in_tensor_memory && (!fits(m.a) || m.a.lane != m.d.lane)))
-    fail(ErrorKind::MemoryFault, format("tcgen05.mma with D at lane %u and A at lane %u: must be 0%s", m.d.lane,
-                                        m.a.lane, half ? ", or 16 for both" : ""));
+    fail(ErrorKind::MemoryFault, format("tcgen05.mma with D at lane %u and A at lane %u: must be 0%s",
+                                        m.d.lane, m.a.lane, half ? ", or 16 for both" : ""));
   if (m.shape.scales && (m.a_scales.lane || m.b_scales.lane))
     fail(ErrorKind::MemoryFault, "scale factors must begin at lane 0 of tensor memory");
 }
@@ -294,10 +300,10 @@ tg::Kind kind_of(const Decoder& d) {
 
 /// Scale factors per row along K, by qualifier.
 int scales_of(Decoder& d, tg::Kind kind) {
-  const int named = d.has(".scale_vec::1X")                     ? 1
-                    : d.has(".scale_vec::2X")                   ? 2
+  const int named = d.has(".scale_vec::1X")                        ? 1
+                    : d.has(".scale_vec::2X")                      ? 2
                     : d.has(".scale_vec::4X") || d.has(".block16") ? 4
-                                                                : 0;
+                                                                   : 0;
   const int usual = kind == tg::Kind::MXF8F6F4 ? 1 : 2;
   if (kind == tg::Kind::MXF4NVF4) {
     if (!named && !d.has(".block32")) d.unsupported("mxf4nvf4 needs a scale vector size");
@@ -373,7 +379,8 @@ const Form kForms[] = {
     {"tcgen05(.mma)" GROUP "(.kind::f16|.kind::tf32|.kind::f8f6f4|.kind::i8)" COLLECTOR_A, kMma, decode_mma},
     {"tcgen05(.mma)" GROUP "(.kind::mxf8f6f4)(.block_scale){.scale_vec::1X|.block32}" COLLECTOR_A, kMma,
      decode_mma},
-    {"tcgen05(.mma)" GROUP "(.kind::mxf4)(.block_scale){.scale_vec::2X|.block32}" COLLECTOR_A, kMma, decode_mma},
+    {"tcgen05(.mma)" GROUP "(.kind::mxf4)(.block_scale){.scale_vec::2X|.block32}" COLLECTOR_A, kMma,
+     decode_mma},
     {"tcgen05(.mma)" GROUP
      "(.kind::mxf4nvf4)(.block_scale)(.scale_vec::2X|.scale_vec::4X|.block16|.block32)" COLLECTOR_A,
      kMma, decode_mma},

@@ -42,9 +42,10 @@ struct Fragment32 {
     const auto quarter = static_cast<uint32_t>(x.w.index % 4);
     if (base.lane / kTensorQuarter != quarter || base.lane % rows) {
       fail(ErrorKind::MemoryFault,
-           format("tensor memory lanes %u to %u: warp %d reaches lanes %u to %u only, from a multiple of %u on",
-                  base.lane, base.lane + rows - 1, x.w.index, quarter * kTensorQuarter,
-                  quarter * kTensorQuarter + kTensorQuarter - 1, rows));
+           format(
+               "tensor memory lanes %u to %u: warp %d reaches lanes %u to %u only, from a multiple of %u on",
+               base.lane, base.lane + rows - 1, x.w.index, quarter * kTensorQuarter,
+               quarter * kTensorQuarter + kTensorQuarter - 1, rows));
     }
   }
   uint32_t columns() const { return packed ? 2 : 1; }

@@ -32,9 +32,13 @@ Cta::TensorStream& stream_of(Machine& m, Cta& cta, int warp, TensorKind kind, ui
     if (s.warp == warp && s.kind == static_cast<uint8_t>(kind) && s.key == key) return s;
   }
   const uint64_t index = cta.tensor_streams.size();
-  cta.tensor_streams.push_back({warp, static_cast<uint8_t>(kind), key,
+  cta.tensor_streams.push_back({warp,
+                                static_cast<uint8_t>(kind),
+                                key,
                                 m.agent(cta, AgentKind::TensorIssued, index),
-                                m.agent(cta, AgentKind::TensorDone, index), 0, {}});
+                                m.agent(cta, AgentKind::TensorDone, index),
+                                0,
+                                {}});
   return cta.tensor_streams.back();
 }
 
@@ -143,8 +147,8 @@ void issue_tensor_op(std::shared_ptr<TensorOp> op) {
   if (op->waits == 0) start(op);
 }
 
-TensorPlace tensor_access(TensorOp& op, Cta& cta, uint32_t lane, uint32_t column, uint32_t columns, bool write,
-                          const Clock* order, const Clock* thread) {
+TensorPlace tensor_access(TensorOp& op, Cta& cta, uint32_t lane, uint32_t column, uint32_t columns,
+                          bool write, const Clock* order, const Clock* thread) {
   TensorMemory& memory = tensor_memory(cta);
   require_allocated(memory, cta, lane, column, columns);
   Accessor by;
