@@ -65,7 +65,7 @@ class Report:
     Attributes:
         instructions: warp instructions executed.
         async_operations: copies, asynchronous stores and reductions.
-        matrix_operations: warpgroup matrix operations.
+        matrix_operations: warpgroup and tcgen05 matrix operations.
         events: steps of asynchronous operations.
         polls: times that a polling loop was put to sleep.
         virtual_ns: virtual time that has passed since the machine was made.
@@ -252,9 +252,9 @@ class Machine:
         collectives_order: take shfl, vote, elect and the other warp-synchronous instructions for memory
             barriers among their lanes. The ISA gives that to bar.warp.sync alone; hardware and many public
             kernels don't mind.
-        pipelined_copies: execute a ``tcgen05.cp`` after the ``tcgen05.mma`` that its thread has issued before.
-            The ISA doesn't list this pair as pipelined, so that a copy over scale factors that an uncompleted
-            multiplication reads is a race; public kernels rely on it.
+        pipelined_copies: execute a ``tcgen05.cp`` after the ``tcgen05.mma`` that its thread has issued
+            before. The ISA doesn't list this pair as pipelined, so that a copy over scale factors that an
+            uncompleted multiplication reads is a race; public kernels rely on it.
         watchdog: let virtual time pass in waits that look at a clock, so that a kernel's own watchdog fires,
             instead of reporting a Deadlock at once.
         timeline: record every wait, for ``timeline()``.

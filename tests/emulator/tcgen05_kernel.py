@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501 (embedded CUDA C++ and PTX)
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,13 +107,15 @@ def run(
     columns: int = 32,
     start: np.ndarray | None = None,
     pair: bool = False,
+    undefined: Sequence[int] = (),
     arch: str = "sm100",
     seed: int = 0,
     **options: object,
 ) -> TensorMemory:
     """Runs ``body`` in one thread with ``tm``, the allocated tensor memory, and ``s``, the address of ``image``.
 
-    ``image`` is a row of bytes, for a pair of CTAs one row each; ``start`` fills tensor memory before.
+    ``image`` is a row of bytes, for a pair of CTAs one row each; ``start`` fills tensor memory before. Bytes
+    ``undefined`` of the first image are so.
     """
     ctas = 2 if pair else 1
     text = _KERNEL
@@ -126,6 +129,7 @@ def run(
         for shape in (data.shape, (ctas, 128, columns), (ctas, 128, columns))
     )
     source.array[:] = data
+    source.undefined_bits[list(undefined)] = 0xFF
     first.array[:] = 0 if start is None else start.reshape(first.shape)
     module = machine.load(to_ptx(DEVICE + text, "sm_103a" if arch == "sm103" else "sm_100a"))
     arguments = [source, data.shape[1], first, int(start is not None), out]

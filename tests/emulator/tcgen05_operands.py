@@ -1,5 +1,5 @@
-"""Operands of tcgen05.mma for tests, worked out from the PTX ISA: number formats, layouts in shared memory, packed
-elements, scale factors and descriptors."""
+"""Operands of tcgen05.mma for tests, worked out from the PTX ISA: number formats, layouts in shared memory,
+packed elements, scale factors and descriptors."""
 
 import numpy as np
 
@@ -39,8 +39,8 @@ def random_codes(rng: np.random.Generator, fmt: str, shape: tuple[int, ...]) -> 
 
 
 def row_bytes(codes: np.ndarray, fmt: str, dense: bool = False) -> np.ndarray:
-    """Rows of 32 bytes along K as shared memory holds them: 4- and 6-bit elements packed by 16, with padding to 16
-    bytes; ``dense`` (kinds mxf4 and mxf4nvf4): two 4-bit elements to a byte."""
+    """Rows of 32 bytes along K as shared memory holds them: 4- and 6-bit elements packed by 16, with padding
+    to 16 bytes; ``dense`` (kinds mxf4 and mxf4nvf4): two 4-bit elements to a byte."""
     rows = len(codes)
     if fmt in ("f16", "bf16"):
         return codes.astype("<u2").view(np.uint8)
@@ -60,7 +60,7 @@ def row_bytes(codes: np.ndarray, fmt: str, dense: bool = False) -> np.ndarray:
 
 
 def swizzled(address: np.ndarray, mode: int) -> np.ndarray:
-    """CuTe's Swizzle<B, M, S> of a byte address: the S bits from M + S on are XORed into the B bits from M on."""
+    """CuTe's Swizzle<B, M, S> of a byte address: the B bits from M + S on are XORed into those from M on."""
     bits, base, shift = {0: (0, 4, 3), 1: (2, 5, 2), 2: (3, 4, 3), 4: (2, 4, 3), 6: (1, 4, 3)}[mode]
     return address ^ ((address >> (base + shift) & ((1 << bits) - 1)) << base)
 
@@ -77,8 +77,9 @@ def k_major(rows: np.ndarray, mode: int, leading: int, stride: int) -> np.ndarra
 
 
 def mn_major(elements: np.ndarray, mode: int, leading: int, stride: int) -> np.ndarray:
-    """The image of [rows, k] elements of unsigned type, contiguous along the rows: ((T,s,m),(8,k)):((1,T,LBO),
-    (sT,SBO)), without swizzle ((T,1,m),(8,k)):((1,T,SBO),(1T,LBO)); with 32-byte atoms of 4 k instead of 8."""
+    """The image of [rows, k] elements of unsigned type, contiguous along the rows:
+    ((T,s,m),(8,k)):((1,T,LBO),(sT,SBO)), without swizzle ((T,1,m),(8,k)):((1,T,SBO),(1T,LBO)); with 32-byte
+    atoms of 4 k instead of 8."""
     size = elements.dtype.itemsize
     per_unit, units, group = 16 // size, SWIZZLE_SPAN[mode] // 16, 4 if mode == 1 else 8
     r, k = np.indices(elements.shape)
@@ -95,9 +96,20 @@ def mn_major(elements: np.ndarray, mode: int, leading: int, stride: int) -> np.n
     return image
 
 
-def idesc(n: int, m: int, a: int, b: int, d: int = 1, *, transpose: int = 0, negate: int = 0, saturate: int = 0) -> int:
-    """Instruction descriptor of kinds f16, tf32, f8f6f4 and i8. ``transpose``, ``negate``: 1 for A, 2 for B."""
-    return saturate << 3 | d << 4 | a << 7 | b << 10 | negate << 13 | transpose << 15 | n >> 3 << 17 | m >> 4 << 24
+def idesc(
+    n: int, m: int, a: int, b: int, d: int = 1, *, transpose: int = 0, negate: int = 0, saturate: int = 0
+) -> int:
+    """Instruction descriptor without scale factors. ``transpose``, ``negate``: 1 for A, 2 for B."""
+    return (
+        saturate << 3
+        | d << 4
+        | a << 7
+        | b << 10
+        | negate << 13
+        | transpose << 15
+        | n >> 3 << 17
+        | m >> 4 << 24
+    )
 
 
 def scaled_idesc(n: int, m: int, a: int, b: int, a_id: int = 0, b_id: int = 0, ue8m0: int = 1) -> int:
@@ -106,8 +118,8 @@ def scaled_idesc(n: int, m: int, a: int, b: int, a_id: int = 0, b_id: int = 0, u
 
 
 def scale_image(codes: np.ndarray) -> np.ndarray:
-    """[rows, 4] scale factor codes as tcgen05.cp.32x128b.warpx4 wants them: per 128 rows 512 bytes, in which lane l
-    has the words of rows l, l + 32, l + 64 and l + 96."""
+    """[rows, 4] scale factor codes as tcgen05.cp.32x128b.warpx4 wants them: per 128 rows 512 bytes, in which
+    lane l has the words of rows l, l + 32, l + 64 and l + 96."""
     rows = -(-len(codes) // 128) * 128
     padded = np.zeros((rows, 4), np.uint8)
     padded[: len(codes)] = codes

@@ -75,8 +75,8 @@ std::vector<Cta*> receivers(const Exec& x, const Instr& i, int lane, const Place
   return out;
 }
 
-/// Where a copy to `cta` signals: there, or with .cta_group::2 in whichever CTA of its pair is even or odd like
-/// the one that the mbarrier operand names.
+/// Where a copy to `cta` signals: there, or with .cta_group::2 in whichever CTA of its pair is even or odd
+/// like the one that the mbarrier operand names.
 Region* barrier_region(const Instr& i, const Place& named, Cta& cta) {
   if (i.flags & kPair) {
     const uint32_t rank = (cta.cluster_rank & ~1u) | (named.region->cta->cluster_rank & 1);
@@ -84,7 +84,8 @@ Region* barrier_region(const Instr& i, const Place& named, Cta& cta) {
       fail(ErrorKind::MemoryFault, "a copy with .cta_group::2 to a CTA that has no peer");
     Region* region = cta.cluster->ctas[rank]->shared;
     if (i.flags & kMulticast || region == named.region) return region;
-    fail(ErrorKind::MemoryFault, "the mbarrier must be in the shared memory of the destination's CTA or its peer");
+    fail(ErrorKind::MemoryFault,
+         "the mbarrier must be in the shared memory of the destination's CTA or its peer");
   }
   if (i.flags & kMulticast) return cta.shared;
   if (named.region->cta != &cta)

@@ -68,9 +68,10 @@ Cta::TensorRequest* request_of_peer(Exec& x, const std::vector<Cta*>& pair) {
   if (!other.warp || other.granted) return nullptr;
   if (other.frees != mine.frees || other.columns != mine.columns ||
       (mine.frees && other.column != mine.column)) {
-    fail(ErrorKind::Emulator, format("the CTAs of a pair %s different tensor memory together: %u and %u columns "
-                                     "(undefined behaviour)",
-                                     mine.frees ? "free" : "allocate", mine.columns, other.columns));
+    fail(ErrorKind::Emulator,
+         format("the CTAs of a pair %s different tensor memory together: %u and %u columns "
+                "(undefined behaviour)",
+                mine.frees ? "free" : "allocate", mine.columns, other.columns));
   }
   return &other;
 }
@@ -129,7 +130,8 @@ void alloc(Exec& x, const Instr& i) {
   Cta& cta = x.cta();
   const auto ctas = cta_group(x, i.choice);
   if (columns < 32 || columns > 512 || (columns & (columns - 1)))
-    fail(ErrorKind::Emulator, format("tcgen05.alloc of %u columns: must be a power of two from 32 to 512", columns));
+    fail(ErrorKind::Emulator,
+         format("tcgen05.alloc of %u columns: must be a power of two from 32 to 512", columns));
   if (!cta.tensor_permit)
     fail(ErrorKind::Emulator, "tcgen05.alloc after tcgen05.relinquish_alloc_permit in the same CTA");
   if (columns > cta.tensor_limit && !cta.tensor_request.granted)
@@ -156,8 +158,16 @@ void alloc(Exec& x, const Instr& i) {
 
 /// Nothing may access the columns any more: every access must be known to be complete.
 void check_free(Exec& x, uint32_t column, uint32_t columns) {
-  TensorMemory& memory = tensor_memory(x.cta());
-  const Clock known = x.publish(kAllLanes);
+  Cta& cta = x.cta();
+  TensorMemory& memory = tensor_memory(cta);
+  for (const auto& op : cta.cluster->tensor_ops) {
+    const bool uses = std::find(op->ctas.begin(), op->ctas.end(), &cta) != op->ctas.end();
+    if (uses && op->kind != TensorKind::Commit && cta.tensor_allocations.size() == 1)
+      fail(ErrorKind::DataRace, "tcgen05.dealloc isn't ordered after the completion of " +
+                                    op->program->describe(*op->instr) + " by " + x.m.name_of(*op->warp));
+  }
+  Clock known = x.publish(kAllLanes);
+  known.before.join(known.tensor);
   Accessor by = x.accessor(0, uint32_t{0});
   by.program_order_from = UINT32_MAX;
   by.clock = &known;
@@ -182,10 +192,11 @@ void dealloc(Exec& x, const Instr& i) {
   request.frees = true;
   const auto& list = cta.tensor_allocations;
   if (!cta.tensor_request.granted) {
-    if (address.lane || std::find(list.begin(), list.end(), std::make_pair(address.column, columns)) == list.end())
+    if (address.lane ||
+        std::find(list.begin(), list.end(), std::make_pair(address.column, columns)) == list.end())
       fail(ErrorKind::MemoryFault,
-           format("tcgen05.dealloc of %u columns at lane %u column %u: the CTA has no such allocation", columns,
-                  address.lane, address.column));
+           format("tcgen05.dealloc of %u columns at lane %u column %u: the CTA has no such allocation",
+                  columns, address.lane, address.column));
     if (cta.tensor_request.warp != &x.w) check_free(x, address.column, columns);
   }
   const auto free_all = [&](Cta::TensorRequest&) {
@@ -228,7 +239,8 @@ void decode_relinquish(Decoder& d, Instr& i) {
 
 // --- Fences and waits ---
 
-/// Changes what the next operations of all active lanes come after. Lanes with equal clocks go on sharing one.
+/// Changes what the next operations of all active lanes come after. Lanes with equal clocks go on sharing
+/// one.
 template <class Change>
 void for_each_order(Exec& x, Change change) {
   VectorClock before, after;
@@ -332,7 +344,8 @@ void require_initialized(const Exec& x, const Place& p, int lane) {
   const Agent agent = agent_of(b.init);
   if (!x.m.history.enabled || (agent == x.w.agent && lane_of(b.init) == lane)) return;
   if (!x.clock_of(lane).before.knows(agent, lane_of(b.init), count_of(b.init)))
-    fail(ErrorKind::DataRace, "the commit to the " + mbarrier_text(b) + " isn't ordered after its initialization");
+    fail(ErrorKind::DataRace,
+         "the commit to the " + mbarrier_text(b) + " isn't ordered after its initialization");
 }
 
 void commit(Exec& x, const Instr& i) {

@@ -1,6 +1,6 @@
 // tcgen05.mma and mma.ws: decoding, gathering of operands, and results.
-// Source: PTX ISA, "TensorCore 5th Generation Family Instructions: TensorCore 5th Generation Matrix Multiply and
-// accumulate Operations".
+// Source: PTX ISA, "TensorCore 5th Generation Family Instructions: TensorCore 5th Generation Matrix Multiply
+// and accumulate Operations".
 #include "access.hpp"
 #include "tcgen05.hpp"
 #include "tcgen05_mma.hpp"
@@ -76,7 +76,8 @@ void gather_mn_major(TensorOp& op, Cta& cta, const Multiplication& m, const tg::
 void gather(TensorOp& op, Cta& cta, const Multiplication& m, bool is_a, int first, int count, Rows& out) {
   const tg::Descriptor& d = is_a ? m.a_descriptor : m.b_descriptor;
   const bool transposed = is_a ? m.shape.transpose_a : m.shape.transpose_b;
-  (transposed ? gather_mn_major : gather_k_major)(op, cta, m, d, is_a ? m.shape.a : m.shape.b, first, count, out);
+  (transposed ? gather_mn_major : gather_k_major)(op, cta, m, d, is_a ? m.shape.a : m.shape.b, first, count,
+                                                  out);
 }
 
 /// A of one lane in tensor memory.
@@ -85,7 +86,8 @@ void gather_lane(TensorOp& op, Cta& cta, const Multiplication& m, uint32_t lane,
   double* to = out.row(static_cast<int>(lane));
   bool undefined = false;
   for (int unit = 0; unit < 2; ++unit) {
-    to += tg::tensor_values(m.shape.kind, m.shape.a, p.data + 16 * unit, p.undefined + 16 * unit, to, undefined);
+    to += tg::tensor_values(m.shape.kind, m.shape.a, p.data + 16 * unit, p.undefined + 16 * unit, to,
+                            undefined);
   }
   out.undefined[lane] = undefined;
 }
@@ -98,7 +100,9 @@ struct Scales {
 
   Scales(TensorOp& op, Cta& cta, const tg::Instruction& shape, TensorAddress at, int id, uint32_t quarter,
          int count)
-      : per_row(shape.scales), values(static_cast<size_t>(count * per_row)), undefined(static_cast<size_t>(count)) {
+      : per_row(shape.scales),
+        values(static_cast<size_t>(count * per_row)),
+        undefined(static_cast<size_t>(count)) {
     const auto words = static_cast<uint32_t>((count + 31) / 32);
     for (uint32_t l = 0; l < 32 && l < static_cast<uint32_t>(count); ++l) {
       const TensorPlace p = tensor_access(op, cta, at.lane + quarter * 32 + l, at.column, words, false);
@@ -119,7 +123,8 @@ struct Scales {
 };
 
 /// B for one quarter of the lanes, scaled.
-tg::Panel panel_of(const tg::Instruction& shape, Rows& b, const Scales* scales, std::vector<uint8_t>& undefined) {
+tg::Panel panel_of(const tg::Instruction& shape, Rows& b, const Scales* scales,
+                   std::vector<uint8_t>& undefined) {
   tg::Panel panel(shape.n, shape.k);
   const double sign = shape.negate_b ? -1 : 1;
   for (int n = 0; n < shape.n; ++n) {
@@ -199,8 +204,9 @@ void execute(TensorOp& op, const Multiplication& m) {
   ++op.m->counters.matrix;
 }
 
-// --- Issue. op[0] D, op[1] A, op[2] descriptor of B, op[3] instruction descriptor, op[4] enable-input-d;
-// extra: scale addresses, or lanes not to write; choice .cta_group, type2/vector: kind and scales ---
+// --- Issue. op[0] D, op[1] A, op[2] descriptor of B, op[3] instruction descriptor, op[4] enable-input-d,
+// imm: scale-input-d; extra: scale addresses, or lanes not to write; choice .cta_group, type2/vector: kind
+// and scales ---
 
 enum : uint16_t { kTensorA = 1, kStationary = 2, kMask = 4 };
 
@@ -213,17 +219,17 @@ tg::Descriptor descriptor_of(const Exec& x, const Ref& r, int lane, const char* 
   return d;
 }
 
-TensorAddress address_of(const Exec& x, const Ref& r, int lane, const char* role) {
+TensorAddress address_of(const Exec& x, const Ref& r, int lane, const char* role, int64_t offset = 0) {
   x.require_defined(r, role);
-  return TensorAddress(static_cast<uint32_t>(x.value(r, lane)));
+  return TensorAddress(static_cast<uint32_t>(x.value(r, lane)) + static_cast<uint32_t>(offset));
 }
 
 void check_lanes(const Multiplication& m) {
   const bool half = m.path.half;
   const auto fits = [&](TensorAddress a) { return a.lane == 0 || (half && a.lane == 16); };
   if (!fits(m.d) || (m.a_in_tensor_memory && (!fits(m.a) || m.a.lane != m.d.lane)))
-    fail(ErrorKind::MemoryFault, format("tcgen05.mma with D at lane %u and A at lane %u: must be 0%s", m.d.lane,
-                                        m.a.lane, half ? ", or 16 for both" : ""));
+    fail(ErrorKind::MemoryFault, format("tcgen05.mma with D at lane %u and A at lane %u: must be 0%s",
+                                        m.d.lane, m.a.lane, half ? ", or 16 for both" : ""));
   if (m.shape.scales && (m.a_scales.lane || m.b_scales.lane))
     fail(ErrorKind::MemoryFault, "scale factors must begin at lane 0 of tensor memory");
 }
@@ -246,10 +252,10 @@ void mma(Exec& x, const Instr& i) {
   const auto word = static_cast<uint32_t>(x.value(i.op[3], lane));
   if (const char* why = tg::decode(word, m.shape))
     fail(ErrorKind::Emulator, format("instruction descriptor 0x%08x: %s", word, why));
-  m.d = address_of(x, i.op[0], lane, "address of D");
+  m.d = address_of(x, i.op[0], lane, "address of D", i.offset[0]);
   m.a_in_tensor_memory = i.flags & kTensorA;
   if (m.a_in_tensor_memory) {
-    m.a = address_of(x, i.op[1], lane, "address of A");
+    m.a = address_of(x, i.op[1], lane, "address of A", i.offset[1]);
     if (m.shape.transpose_a) fail(ErrorKind::Emulator, "A in tensor memory can't be transposed");
   } else {
     m.a_descriptor = descriptor_of(x, i.op[1], lane, "descriptor of A");
@@ -294,10 +300,10 @@ tg::Kind kind_of(const Decoder& d) {
 
 /// Scale factors per row along K, by qualifier.
 int scales_of(Decoder& d, tg::Kind kind) {
-  const int named = d.has(".scale_vec::1X")                     ? 1
-                    : d.has(".scale_vec::2X")                   ? 2
+  const int named = d.has(".scale_vec::1X")                        ? 1
+                    : d.has(".scale_vec::2X")                      ? 2
                     : d.has(".scale_vec::4X") || d.has(".block16") ? 4
-                                                                : 0;
+                                                                   : 0;
   const int usual = kind == tg::Kind::MXF8F6F4 ? 1 : 2;
   if (kind == tg::Kind::MXF4NVF4) {
     if (!named && !d.has(".block32")) d.unsupported("mxf4nvf4 needs a scale vector size");
@@ -308,11 +314,18 @@ int scales_of(Decoder& d, tg::Kind kind) {
   return usual;
 }
 
-Ref tensor_address(Decoder& d, size_t operand) {
+/// [register + offset], the offset into `offset`.
+Ref tensor_address(Decoder& d, size_t operand, int64_t& offset) {
   Instr scratch;
   d.address(scratch, d.operand(operand), 0);
-  if (scratch.imm) d.unsupported("an offset to a tensor memory address");
+  offset = scratch.imm;
   return scratch.op[0];
+}
+Ref scale_address(Decoder& d, size_t operand) {
+  int64_t offset = 0;
+  const Ref base = tensor_address(d, operand, offset);
+  if (offset) d.unsupported("an offset to the address of scale factors");
+  return base;
 }
 
 void decode_mma(Decoder& d, Instr& i) {
@@ -321,10 +334,10 @@ void decode_mma(Decoder& d, Instr& i) {
   const int scales = tg::is_block_scaled(kind) ? scales_of(d, kind) : 0;
   i.vector = static_cast<uint8_t>(static_cast<int>(kind) | scales << 4);
   if (d.has(".ws")) i.flags |= kStationary;
-  i.op[0] = tensor_address(d, 0);
+  i.op[0] = tensor_address(d, 0, i.offset[0]);
   if (d.operand(1).kind == AstOperand::Address) {
     i.flags |= kTensorA;
-    i.op[1] = tensor_address(d, 1);
+    i.op[1] = tensor_address(d, 1, i.offset[1]);
   } else {
     i.op[1] = d.source(d.operand(1), Type::B64);
   }
@@ -332,7 +345,7 @@ void decode_mma(Decoder& d, Instr& i) {
   i.op[3] = d.source(d.operand(3), Type::U32);
   size_t k = 4;
   if (scales) {
-    const Ref addresses[] = {tensor_address(d, 4), tensor_address(d, 5)};
+    const Ref addresses[] = {scale_address(d, 4), scale_address(d, 5)};
     i.extra = static_cast<uint32_t>(d.program().extra.size());
     i.extra_count = 2;
     d.program().extra.insert(d.program().extra.end(), addresses, addresses + 2);
@@ -366,7 +379,8 @@ const Form kForms[] = {
     {"tcgen05(.mma)" GROUP "(.kind::f16|.kind::tf32|.kind::f8f6f4|.kind::i8)" COLLECTOR_A, kMma, decode_mma},
     {"tcgen05(.mma)" GROUP "(.kind::mxf8f6f4)(.block_scale){.scale_vec::1X|.block32}" COLLECTOR_A, kMma,
      decode_mma},
-    {"tcgen05(.mma)" GROUP "(.kind::mxf4)(.block_scale){.scale_vec::2X|.block32}" COLLECTOR_A, kMma, decode_mma},
+    {"tcgen05(.mma)" GROUP "(.kind::mxf4)(.block_scale){.scale_vec::2X|.block32}" COLLECTOR_A, kMma,
+     decode_mma},
     {"tcgen05(.mma)" GROUP
      "(.kind::mxf4nvf4)(.block_scale)(.scale_vec::2X|.scale_vec::4X|.block16|.block32)" COLLECTOR_A,
      kMma, decode_mma},

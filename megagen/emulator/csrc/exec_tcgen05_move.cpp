@@ -42,9 +42,10 @@ struct Fragment32 {
     const auto quarter = static_cast<uint32_t>(x.w.index % 4);
     if (base.lane / kTensorQuarter != quarter || base.lane % rows) {
       fail(ErrorKind::MemoryFault,
-           format("tensor memory lanes %u to %u: warp %d reaches lanes %u to %u only, from a multiple of %u on",
-                  base.lane, base.lane + rows - 1, x.w.index, quarter * kTensorQuarter,
-                  quarter * kTensorQuarter + kTensorQuarter - 1, rows));
+           format(
+               "tensor memory lanes %u to %u: warp %d reaches lanes %u to %u only, from a multiple of %u on",
+               base.lane, base.lane + rows - 1, x.w.index, quarter * kTensorQuarter,
+               quarter * kTensorQuarter + kTensorQuarter - 1, rows));
     }
   }
   uint32_t columns() const { return packed ? 2 : 1; }
@@ -273,10 +274,12 @@ void copy(Exec& x, const Instr& i) {
 }
 void decode_copy(Decoder& d, Instr& i) {
   i.choice = static_cast<uint8_t>(group_of(d));
-  const std::string name = d.slot(2) + d.slot(3);
+  const std::string name = d.slot(2) + (d.slot(3).rfind(".warp", 0) == 0 ? d.slot(3) : "");
   size_t k = 0;
   while (name != tg::kCopyShapes[k].name) ++k;
   i.vector = static_cast<uint8_t>(k);
+  if (d.has(".b8x16") != (d.has(".b4x16_p64") || d.has(".b6x16_p32")))
+    d.unsupported("a conversion has a destination and a source format");
   i.target = static_cast<int32_t>(d.has(".b4x16_p64")   ? tg::Packing::Bits4
                                   : d.has(".b6x16_p32") ? tg::Packing::Bits6
                                                         : tg::Packing::None);
@@ -289,16 +292,18 @@ void decode_copy(Decoder& d, Instr& i) {
 
 /// Rows 0 to 30 of a warp's 32 lanes, 32 bytes each, move to the lane below.
 void shift_rows(TensorOp& op, Cta& cta, TensorAddress at) {
-  uint8_t data[kTensorQuarter][32], undefined[kTensorQuarter][32];
-  for (uint32_t row = 0; row + 1 < kTensorQuarter; ++row) {
-    const TensorPlace p = tensor_access(op, cta, at.lane + row, at.column, 8, false);
-    memcpy(data[row], p.data, 32);
-    memcpy(undefined[row], p.undefined, 32);
-  }
-  for (uint32_t row = 0; row + 1 < kTensorQuarter; ++row) {
-    const TensorPlace p = tensor_access(op, cta, at.lane + row + 1, at.column, 8, true);
-    memcpy(p.data, data[row], 32);
-    memcpy(p.undefined, undefined[row], 32);
+  uint8_t data[32], undefined[32];
+  for (uint32_t row = 0; row < kTensorQuarter; ++row) {
+    const TensorPlace p = tensor_access(op, cta, at.lane + row, at.column, 8, row > 0);
+    uint8_t next[32], next_undefined[32];
+    memcpy(next, p.data, 32);
+    memcpy(next_undefined, p.undefined, 32);
+    if (row > 0) {
+      memcpy(p.data, data, 32);
+      memcpy(p.undefined, undefined, 32);
+    }
+    memcpy(data, next, 32);
+    memcpy(undefined, next_undefined, 32);
   }
 }
 

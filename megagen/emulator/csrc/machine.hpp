@@ -237,6 +237,12 @@ struct Cta {
     uint64_t key;
     Agent issued, done;
     Mask lanes;  // that issued
+    struct Issued {
+      uint32_t count;
+      int lane;
+      VectorClock order;  // what came before it
+    };
+    std::deque<Issued> recent;  // the latest, oldest first
   };
   std::vector<TensorStream> tensor_streams;
   struct TensorRequest {  // of a warp that allocates or frees together with one of the peer CTA
@@ -246,7 +252,7 @@ struct Cta {
   };
   TensorRequest tensor_request;
   bool tensor_permit = true;
-  uint32_t tensor_limit = 512;  // what the next allocation may take
+  uint32_t tensor_limit = 512;                                    // what the next allocation may take
   std::vector<std::pair<uint32_t, uint32_t>> tensor_allocations;  // first column, columns
 };
 
@@ -291,7 +297,7 @@ struct Grid {
   bool started = false, finished = false;
   uint32_t ctas_per_sm = 1;
   int tensor_group = 0;  // .cta_group of its tcgen05 instructions, which all must have
-  Clock finish;  // everything the grid did
+  Clock finish;          // everything the grid did
 };
 
 // --- The machine ---
@@ -303,7 +309,7 @@ struct Options {
   bool races = true, watchdog = false, timeline = false;
   bool step_clock = false;  // %clock counts the machine's warp instructions, not virtual nanoseconds
   bool collectives_order =
-      false;  // shfl, vote and other warp collectives also order memory among their lanes
+      false;                      // shfl, vote and other warp collectives also order memory among their lanes
   bool pipelined_copies = false;  // a tcgen05.cp executes after the tcgen05.mma that were issued before it
   ProxyCheck proxy = ProxyCheck::Error;
   ArchInfo arch;
@@ -390,9 +396,9 @@ struct Machine {
   std::vector<std::unique_ptr<Region>> regions;
   std::vector<Region*> pages;  // global memory by page
   uint64_t next_page = 0;
-  std::vector<std::unique_ptr<Cta>> slots;         // residents; a slot is one CTA's place on an SM
+  std::vector<std::unique_ptr<Cta>> slots;                   // residents; a slot is one CTA's place on an SM
   std::vector<std::unique_ptr<TensorMemory>> tensor_memory;  // per rank and SM, made on first use
-  std::vector<std::vector<uint32_t>> slot_counts;  // per slot: counter of each local agent
+  std::vector<std::vector<uint32_t>> slot_counts;            // per slot: counter of each local agent
   std::vector<std::unique_ptr<Region>> slot_shared;
   std::vector<std::unique_ptr<Cta>> retired;
   std::deque<std::unique_ptr<Grid>> grids;

@@ -71,7 +71,7 @@ struct Region {
   bool read_only = false;
   bool live = true;
   bool tensor = false;  // tensor memory
-  Cta* cta = nullptr;  // of shared memory
+  Cta* cta = nullptr;   // of shared memory
   std::string name;
   uint32_t watched = 0;                                               // words that sleeping fragments poll
   std::unordered_map<uint32_t, std::unique_ptr<Mbarrier>> mbarriers;  // shared memory: by offset

@@ -18,7 +18,7 @@ struct Accessor {
   uint32_t flags = kValid;          // EpochFlag
   uint32_t line = 0;
   const Clock* clock = nullptr;
-  const Clock* also[3] = {};  // further threads that take part: what they know counts too
+  const Clock* also[3] = {};        // further threads that take part: what they know counts too
   const Clock* unfenced = nullptr;  // tensor memory: what the thread knows but for tcgen05.fence
 };
 

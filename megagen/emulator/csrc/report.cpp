@@ -63,16 +63,21 @@ namespace {
 /// What would have ordered two accesses to tensor memory.
 const char* missing_fence(const RaceReport& r, const Accessor& by) {
   const Agent agent = agent_of(r.other);
-  const auto known = [&](const VectorClock& c) { return c.knows(agent, lane_of(r.other), count_of(r.other)); };
+  const auto known = [&](const VectorClock& c) {
+    return c.knows(agent, lane_of(r.other), count_of(r.other));
+  };
   if (known(by.unfenced->tensor)) {
-    return ": the completion is known through thread synchronization, but tcgen05.fence::after_thread_sync is "
+    return ": the completion is known through thread synchronization, but tcgen05.fence::after_thread_sync "
+           "is "
            "missing after it";
   }
   if (known(by.unfenced->before)) {
-    return ": the completion is known through thread synchronization, but tcgen05.fence::before_thread_sync is "
+    return ": the completion is known through thread synchronization, but tcgen05.fence::before_thread_sync "
+           "is "
            "missing before it";
   }
-  return ": its completion (tcgen05.commit and a wait on the mbarrier, or tcgen05.wait::ld or ::st) isn't known";
+  return ": its completion (tcgen05.commit and a wait on the mbarrier, or tcgen05.wait::ld or ::st) isn't "
+         "known";
 }
 
 }  // namespace

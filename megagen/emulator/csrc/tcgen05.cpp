@@ -32,20 +32,30 @@ Cta::TensorStream& stream_of(Machine& m, Cta& cta, int warp, TensorKind kind, ui
     if (s.warp == warp && s.kind == static_cast<uint8_t>(kind) && s.key == key) return s;
   }
   const uint64_t index = cta.tensor_streams.size();
-  cta.tensor_streams.push_back({warp, static_cast<uint8_t>(kind), key,
+  cta.tensor_streams.push_back({warp,
+                                static_cast<uint8_t>(kind),
+                                key,
                                 m.agent(cta, AgentKind::TensorIssued, index),
-                                m.agent(cta, AgentKind::TensorDone, index), 0});
+                                m.agent(cta, AgentKind::TensorDone, index),
+                                0,
+                                {}});
   return cta.tensor_streams.back();
 }
 
-/// Adds what pipelined operations, known to have been issued, will have done.
+constexpr size_t kRecent = 256;  // issued operations of a stream that are remembered
+
+/// Adds what pipelined operations, known to have been issued, will have done, and what came before them.
 void add_pipelined(const Machine& m, const TensorOp& op, const VectorClock& issued, VectorClock& order) {
   for (const Cta* cta : op.ctas) {
     for (const auto& s : cta->tensor_streams) {
       if (!pipelined(m, static_cast<TensorKind>(s.kind), s.key, op.kind, op.key)) continue;
       for (Mask rest = s.lanes; rest; rest &= rest - 1) {
         const int l = __builtin_ctz(rest);
-        order.learn(s.done, 1u << l, issued.known_count(s.issued, l));
+        const uint32_t count = issued.known_count(s.issued, l);
+        order.learn(s.done, 1u << l, count);
+        const auto last = std::find_if(s.recent.rbegin(), s.recent.rend(),
+                                       [&](const auto& o) { return o.lane == l && o.count <= count; });
+        if (last != s.recent.rend()) order.join(last->order);
       }
     }
   }
@@ -122,6 +132,8 @@ std::shared_ptr<TensorOp> new_tensor_op(Exec& x, const Instr& i, int lane, Tenso
     }
   }
   if (kind >= TensorKind::Load) return op;  // tcgen05.wait tracks it
+  stream.recent.push_back({op->count, lane, op->order.before});
+  if (stream.recent.size() > kRecent) stream.recent.pop_front();
   own.after.learn(op->issued, 1u << lane, op->count);
   own.tracked.join(op->order.before);
   own.tracked.learn(op->done, 1u << lane, op->count);
@@ -135,15 +147,15 @@ void issue_tensor_op(std::shared_ptr<TensorOp> op) {
   if (op->waits == 0) start(op);
 }
 
-TensorPlace tensor_access(TensorOp& op, Cta& cta, uint32_t lane, uint32_t column, uint32_t columns, bool write,
-                          const Clock* order, const Clock* thread) {
+TensorPlace tensor_access(TensorOp& op, Cta& cta, uint32_t lane, uint32_t column, uint32_t columns,
+                          bool write, const Clock* order, const Clock* thread) {
   TensorMemory& memory = tensor_memory(cta);
   require_allocated(memory, cta, lane, column, columns);
   Accessor by;
   by.agent = op.done;
   by.lane = op.lane;
   by.count = op.count;
-  by.program_order_from = UINT32_MAX;
+  by.program_order_from = op.kind == TensorKind::Load ? 0 : UINT32_MAX;  // loads: reads only
   by.line = op.instr->line;
   by.clock = order ? order : &op.order;
   by.unfenced = thread ? thread : &op.clock;
@@ -166,7 +178,7 @@ void tensor_read_shared(TensorOp& op, Cta& cta, uint32_t address, uint8_t* data,
   by.agent = op.done;
   by.lane = op.lane;
   by.count = op.count;
-  by.program_order_from = UINT32_MAX;
+  by.program_order_from = 0;  // reads only, and who knows of a later one knows of this one
   by.flags = kValid | kAsync;
   by.line = op.instr->line;
   by.clock = &op.clock;

@@ -2,10 +2,11 @@
 //
 // Every operation executes at a later, seeded point; the pairs that the ISA lists as pipelined execute in the
 // order of their issue, all others in any. What is ordered before an operation's accesses to tensor memory is
-// a vector clock of its own, apart from the thread's: it grows by the thread's own issues (which help pipelined
-// successors only), by tcgen05.wait, and, at fence::after_thread_sync, by what came with thread
-// synchronization (Clock::tensor), which in turn has what other threads had at their fence::before_thread_sync
-// and what commits announced. Shared memory is accessed through the async proxy, ordered by the thread's clock.
+// a vector clock of its own, apart from the thread's: it grows by the thread's own issues (which help
+// pipelined successors only), by tcgen05.wait, and, at fence::after_thread_sync, by what came with thread
+// synchronization (Clock::tensor), which in turn has what other threads had at their
+// fence::before_thread_sync and what commits announced. Shared memory is accessed through the async proxy,
+// ordered by the thread's clock.
 //
 // Source: PTX ISA, "TensorCore 5th Generation Family Instructions: Memory Consistency Model".
 #pragma once
@@ -25,13 +26,13 @@ struct TensorOp {
   const Instr* instr = nullptr;
   const Program* program = nullptr;
   TensorKind kind = TensorKind::Mma;
-  uint64_t key = 0;         // Mma: accumulator, shape and kind
-  std::vector<Cta*> ctas;   // whose memories it uses
+  uint64_t key = 0;        // Mma: accumulator, shape and kind
+  std::vector<Cta*> ctas;  // whose memories it uses
   Agent issued = 0, done = 0;
   uint32_t count = 0;
-  Clock clock;              // what the thread had done: for shared memory, and for reports
-  Clock order;              // .before: operations that come before, for tensor memory
-  int waits = 0;            // pipelined predecessors that haven't executed
+  Clock clock;    // what the thread had done: for shared memory, and for reports
+  Clock order;    // .before: operations that come before, for tensor memory
+  int waits = 0;  // pipelined predecessors that haven't executed
   std::vector<std::shared_ptr<TensorOp>> next;
   bool executed = false;
   std::function<void(TensorOp&)> run;
@@ -54,8 +55,8 @@ void issue_tensor_op(std::shared_ptr<TensorOp> op);
 struct TensorPlace {
   uint8_t *data, *undefined;
 };
-TensorPlace tensor_access(TensorOp& op, Cta& cta, uint32_t lane, uint32_t column, uint32_t columns, bool write,
-                          const Clock* order = nullptr, const Clock* thread = nullptr);
+TensorPlace tensor_access(TensorOp& op, Cta& cta, uint32_t lane, uint32_t column, uint32_t columns,
+                          bool write, const Clock* order = nullptr, const Clock* thread = nullptr);
 
 /// 16 bytes of a CTA's shared memory and their undefined bits, through the async proxy.
 void tensor_read_shared(TensorOp& op, Cta& cta, uint32_t address, uint8_t* data, uint8_t* undefined);

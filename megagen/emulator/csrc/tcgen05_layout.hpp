@@ -39,11 +39,16 @@ struct Cell {
 constexpr Cell move_cell(MoveShape shape, int thread, int r) {
   const auto t = static_cast<uint32_t>(thread), k = static_cast<uint32_t>(r);
   switch (shape) {
-    case MoveShape::L16x64b: return {t / 4 + t % 2 * 8, t / 2 % 2 + 2 * k, 0};
-    case MoveShape::L16x128b: return {t / 4 + k % 2 * 8, t % 4 + k / 2 * 4, 0};
-    case MoveShape::L16x256b: return {t / 4 + k / 2 % 2 * 8, k % 2 + t % 4 * 2 + k / 4 * 8, 0};
-    case MoveShape::L32x32b: return {t, k, 0};
-    default: return {t % 16, k, t / 16};
+    case MoveShape::L16x64b:
+      return {t / 4 + t % 2 * 8, t / 2 % 2 + 2 * k, 0};
+    case MoveShape::L16x128b:
+      return {t / 4 + k % 2 * 8, t % 4 + k / 2 * 4, 0};
+    case MoveShape::L16x256b:
+      return {t / 4 + k / 2 % 2 * 8, k % 2 + t % 4 * 2 + k / 4 * 8, 0};
+    case MoveShape::L32x32b:
+      return {t, k, 0};
+    default:
+      return {t % 16, k, t / 16};
   }
 }
 
@@ -84,7 +89,8 @@ inline uint32_t k_major_address(const Descriptor& d, uint32_t row, uint32_t unit
   return wgmma::k_major_address(d, row, unit);
 }
 
-/// The same of unit `unit` along M or N of column `k`. With 32-byte atoms the pattern repeats every 4 columns.
+/// The same of unit `unit` along M or N of column `k`. With 32-byte atoms the pattern repeats every 4
+/// columns.
 inline uint32_t mn_major_address(const Descriptor& d, uint32_t unit, uint32_t k) {
   if (d.swizzle != Swizzle::B128Atom32) return wgmma::mn_major_address(d, unit, k);
   const uint32_t plain = d.start + unit / 8 * d.leading + unit % 8 * 16 + k / 4 * d.stride + k % 4 * 128;
@@ -112,7 +118,8 @@ inline uint8_t packed_element(const uint8_t* bytes, Packing p, int index) {
 constexpr int container_shift(Packing p) { return p == Packing::Bits4 ? 2 : 0; }
 
 /// tcgen05.cp's conversion of 16 bytes, and of their undefined bits.
-inline void decompress(const uint8_t* from, const uint8_t* shadow, Packing p, uint8_t* to, uint8_t* undefined) {
+inline void decompress(const uint8_t* from, const uint8_t* shadow, Packing p, uint8_t* to,
+                       uint8_t* undefined) {
   const int shift = container_shift(p);
   for (int k = 0; k < 16; ++k) {
     to[k] = static_cast<uint8_t>(packed_element(from, p, k) << shift);
@@ -144,9 +151,9 @@ inline constexpr CopyShape kCopyShapes[] = {
 
 /// How rows of one CTA's part of D, and its columns, are spread over the 128 lanes.
 struct DataPath {
-  uint32_t rows;      // of this CTA
-  uint32_t parts;     // the columns are split into so many parts, which lie in different lanes
-  bool half;          // only 16 of 32 lanes are used
+  uint32_t rows;   // of this CTA
+  uint32_t parts;  // the columns are split into so many parts, which lie in different lanes
+  bool half;       // only 16 of 32 lanes are used
   uint32_t row_of(uint32_t lane) const { return half ? lane / 32 * 16 + lane % 32 : lane % rows; }
   uint32_t part_of(uint32_t lane) const { return half ? 0 : lane / rows; }
   bool uses(uint32_t lane) const { return !half || lane % 32 < 16; }

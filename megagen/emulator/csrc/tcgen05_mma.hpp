@@ -2,11 +2,11 @@
 //
 // The arithmetic is a model that no hardware has confirmed: products, of the scaled elements where there are
 // scale factors, and the sum of an instruction's products with D are formed in double precision, in ascending
-// order of k, and rounded once to D's type (float32 and f16: to nearest even). Integer sums are exact and wrap
-// around or saturate at 32 bits.
+// order of k, and rounded once to D's type (float32 and f16: to nearest even). Integer sums are exact and
+// wrap around or saturate at 32 bits.
 //
-// Source: PTX ISA, "TensorCore 5th Generation Family Instructions": Matrix Shape, Instruction descriptor, Block
-// Scaling.
+// Source: PTX ISA, "TensorCore 5th Generation Family Instructions": Matrix Shape, Instruction descriptor,
+// Block Scaling.
 #pragma once
 
 #include <cmath>
@@ -30,14 +30,14 @@ inline constexpr int kRowBytes = 32;  // K of every dense shape, as shared memor
 
 struct Instruction {
   Kind kind;
-  int group;     // CTAs
+  int group;        // CTAs
   bool stationary;  // .ws
-  int scales;    // scale factors per row along K: 0, 1, 2 or 4
+  int scales;       // scale factors per row along K: 0, 1, 2 or 4
   int m, n, k;
   Element a, b;
   Accumulator d;
   bool negate_a, negate_b, transpose_a, transpose_b, saturate;
-  bool ue4m3;    // scale factors; otherwise UE8M0
+  bool ue4m3;  // scale factors; otherwise UE8M0
   int a_scale_id, b_scale_id;
 };
 
@@ -50,7 +50,7 @@ constexpr int container_bits(Kind kind) { return kRowBytes * 8 / depth(kind); }
 
 constexpr Packing packing_of(Kind kind, Element e) {
   if (is_dense4(kind)) return Packing::None;
-  return e == Element::E2M1 ? Packing::Bits4
+  return e == Element::E2M1                         ? Packing::Bits4
          : e == Element::E2M3 || e == Element::E3M2 ? Packing::Bits6
                                                     : Packing::None;
 }
@@ -64,22 +64,33 @@ inline bool element_of(Kind kind, uint32_t code, Element& out) {
   static constexpr Element kNarrow[] = {Element::E4M3, Element::E5M2, Element::E4M3,
                                         Element::E2M3, Element::E3M2, Element::E2M1};
   switch (kind) {
-    case Kind::F16: out = code ? Element::BF16 : Element::F16; return code < 2;
-    case Kind::TF32: out = Element::TF32; return code == 2;
-    case Kind::I8: out = code ? Element::S8 : Element::U8; return code < 2;
+    case Kind::F16:
+      out = code ? Element::BF16 : Element::F16;
+      return code < 2;
+    case Kind::TF32:
+      out = Element::TF32;
+      return code == 2;
+    case Kind::I8:
+      out = code ? Element::S8 : Element::U8;
+      return code < 2;
     case Kind::F8F6F4:
-    case Kind::MXF8F6F4: out = kNarrow[code < 6 ? code : 0]; return code < 6 && code != 2;
-    default: out = Element::E2M1; return code == 1;
+    case Kind::MXF8F6F4:
+      out = kNarrow[code < 6 ? code : 0];
+      return code < 6 && code != 2;
+    default:
+      out = Element::E2M1;
+      return code == 1;
   }
 }
 
 inline const char* invalid_shape(const Instruction& i) {
-  const bool m_fits = i.stationary          ? i.m == 32 || i.m == 64 || i.m == 128
-                      : i.group == 2        ? i.m == 128 || i.m == 256
+  const bool m_fits = i.stationary              ? i.m == 32 || i.m == 64 || i.m == 128
+                      : i.group == 2            ? i.m == 128 || i.m == 256
                       : is_block_scaled(i.kind) ? i.m == 128
-                                            : i.m == 64 || i.m == 128;
+                                                : i.m == 64 || i.m == 128;
   if (!m_fits) return "M doesn't fit kind and .cta_group";
-  if (i.stationary) return i.n == 64 || i.n == 128 || i.n == 256 ? nullptr : "N of .ws must be 64, 128 or 256";
+  if (i.stationary)
+    return i.n == 64 || i.n == 128 || i.n == 256 ? nullptr : "N of .ws must be 64, 128 or 256";
   if (i.n < 8 || i.n > 256) return "N must be 8 to 256";
   const int step = 8 * i.group * (i.kind == Kind::I8 && (i.group == 2 || i.n > 32) ? 2 : 1);
   if (i.n % step) return "N isn't a multiple of the step of kind and .cta_group";
@@ -129,7 +140,8 @@ inline const char* decode(uint32_t word, Instruction& i) {
     if (i.ue4m3 && (i.kind != Kind::MXF4NVF4 || i.scales != 4))
       return "UE4M3 scale factors (bit 23 = 0) need kind mxf4nvf4 with scale_vec::4X";
     if (i.scales > 1 && (i.a_scale_id & 1 || i.b_scale_id & 1)) return "scale factor IDs must be 0 or 2";
-    if (i.scales == 4 && (i.a_scale_id || i.b_scale_id)) return "scale factor IDs must be 0 with scale_vec::4X";
+    if (i.scales == 4 && (i.a_scale_id || i.b_scale_id))
+      return "scale factor IDs must be 0 with scale_vec::4X";
   } else {
     if (bits(word, 23, 1) || bits(word, 29, 1)) return "reserved bits 23 and 29 must be 0";
     if (!i.stationary && bits(word, 30, 2)) return "bits 30-31 belong to .ws";
@@ -149,14 +161,22 @@ inline const char* decode(uint32_t word, Instruction& i) {
 
 constexpr numerics::Format format_of(Element e) {
   switch (e) {
-    case Element::F16: return numerics::Format::F16;
-    case Element::BF16: return numerics::Format::BF16;
-    case Element::TF32: return numerics::Format::TF32;
-    case Element::E5M2: return numerics::Format::E5M2;
-    case Element::E2M3: return numerics::Format::E2M3;
-    case Element::E3M2: return numerics::Format::E3M2;
-    case Element::E2M1: return numerics::Format::E2M1;
-    default: return numerics::Format::E4M3;
+    case Element::F16:
+      return numerics::Format::F16;
+    case Element::BF16:
+      return numerics::Format::BF16;
+    case Element::TF32:
+      return numerics::Format::TF32;
+    case Element::E5M2:
+      return numerics::Format::E5M2;
+    case Element::E2M3:
+      return numerics::Format::E2M3;
+    case Element::E3M2:
+      return numerics::Format::E3M2;
+    case Element::E2M1:
+      return numerics::Format::E2M1;
+    default:
+      return numerics::Format::E4M3;
   }
 }
 
@@ -166,22 +186,30 @@ inline const double* code_values(Element e) {
     double values[256];
     explicit Table(Element element) {
       for (int code = 0; code < 256; ++code) {
-        values[code] = element == Element::U8   ? code
-                       : element == Element::S8 ? static_cast<int8_t>(code)
-                                                : numerics::decode(static_cast<uint64_t>(code), format_of(element));
+        values[code] = element == Element::U8 ? code
+                       : element == Element::S8
+                           ? static_cast<int8_t>(code)
+                           : numerics::decode(static_cast<uint64_t>(code), format_of(element));
       }
     }
   };
   static const Table e4m3(Element::E4M3), e5m2(Element::E5M2), e2m3(Element::E2M3), e3m2(Element::E3M2),
       e2m1(Element::E2M1), u8(Element::U8), s8(Element::S8);
   switch (e) {
-    case Element::E4M3: return e4m3.values;
-    case Element::E5M2: return e5m2.values;
-    case Element::E2M3: return e2m3.values;
-    case Element::E3M2: return e3m2.values;
-    case Element::E2M1: return e2m1.values;
-    case Element::U8: return u8.values;
-    default: return s8.values;
+    case Element::E4M3:
+      return e4m3.values;
+    case Element::E5M2:
+      return e5m2.values;
+    case Element::E2M3:
+      return e2m3.values;
+    case Element::E3M2:
+      return e3m2.values;
+    case Element::E2M1:
+      return e2m1.values;
+    case Element::U8:
+      return u8.values;
+    default:
+      return s8.values;
   }
 }
 
@@ -193,7 +221,8 @@ inline double wide_value(const uint8_t* bytes, Element e) {
   }
   uint16_t half;
   std::memcpy(&half, bytes, 2);
-  return e == Element::BF16 ? numerics::float_of(static_cast<uint32_t>(half) << 16) : numerics::from_f16(half);
+  return e == Element::BF16 ? numerics::float_of(static_cast<uint32_t>(half) << 16)
+                            : numerics::from_f16(half);
 }
 
 /// The values of one 16-byte unit along K of a row in shared memory, and whether any of their bits is
@@ -246,8 +275,8 @@ struct Panel {
   Panel(int n, int depth)
       : columns(n), k(depth), values(static_cast<size_t>((n + kColumnBlock - 1) / kColumnBlock * depth)) {}
   double& at(int column, int k_index) {
-    return reinterpret_cast<double*>(&values[static_cast<size_t>(column / kColumnBlock * k + k_index)])
-        [column % kColumnBlock];
+    return reinterpret_cast<double*>(
+        &values[static_cast<size_t>(column / kColumnBlock * k + k_index)])[column % kColumnBlock];
   }
 };
 

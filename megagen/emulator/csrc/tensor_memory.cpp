@@ -24,8 +24,9 @@ void TensorMemory::assign(const Cta* cta, uint32_t column, uint32_t columns) {
 TensorMemory& tensor_memory(Cta& cta) {
   Machine& m = *cta.machine;
   if (m.options.arch.compute_capability < 100)
-    fail(ErrorKind::UnsupportedInstruction, "tcgen05 instructions need sm_100 or later; see PTX ISA, "
-                                            "TensorCore 5th Generation Family Instructions");
+    fail(ErrorKind::UnsupportedInstruction,
+         "tcgen05 instructions need sm_100 or later; see PTX ISA, "
+         "TensorCore 5th Generation Family Instructions");
   const auto sms = static_cast<size_t>(m.options.sms);
   const size_t index = static_cast<size_t>(cta.rank) * sms + static_cast<size_t>(cta.sm);
   if (m.tensor_memory.empty()) m.tensor_memory.resize(static_cast<size_t>(m.options.ranks) * sms);
@@ -97,7 +98,8 @@ std::vector<Cta*> cta_group(const Exec& x, int group) {
                 cta.cluster_rank, cta.cluster->ctas.size()));
   std::vector<Cta*> pair{cta.cluster->ctas[even], cta.cluster->ctas[even + 1]};
   for (const Cta* c : pair) {
-    if (!c->live_warps && !cta.tensor_request.granted) fail(ErrorKind::MemoryFault, "the peer CTA of a .cta_group::2 operation has exited");
+    if (!c->live_warps && !cta.tensor_request.granted)
+      fail(ErrorKind::MemoryFault, "the peer CTA of a .cta_group::2 operation has exited");
   }
   return pair;
 }

@@ -31,8 +31,8 @@ struct TensorMemory {
 /// That of the SM on which the CTA resides.
 TensorMemory& tensor_memory(Cta& cta);
 
-/// A column from which `columns` are free in all memories, aligned to their number; negative if there is none.
-/// The choice varies with the seed, but leaves larger blocks whole where it can.
+/// A column from which `columns` are free in all memories, aligned to their number; negative if there is
+/// none. The choice varies with the seed, but leaves larger blocks whole where it can.
 int find_columns(Machine& m, const std::vector<TensorMemory*>& memories, uint32_t columns);
 
 /// Before `cta` accesses columns of a lane.
