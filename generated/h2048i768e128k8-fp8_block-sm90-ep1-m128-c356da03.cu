@@ -13,7 +13,7 @@
 //   block_m           128: 256.0 rows per expert expected: the largest tile reuses weights most
 //   operand_order     tokens_on_m: scales of 2 rows per thread instead of 32 columns; an SF group lies in
 //                     one warp
-//   stages            4: 223040 of 232448 bytes of shared memory
+//   stages            4: 222912 of 232448 bytes of shared memory
 //   combine_columns   1024: 8192 units for 1188 warps
 //   experts_per_wave  32: 384 L1 tiles expected in a wave, at least 2 for each of 132 SMs
 //   pull_bytes        2048: a row of 2048 bytes in 1 piece
@@ -81,7 +81,6 @@ constexpr u32 RANKS_PER_LANE = 1;  // source ranks that a lane looks after
 constexpr u32 COMBINE_COLUMNS = 1024;  // columns of a unit: one token's, for one warp
 constexpr u32 COMBINE_STEPS = 4;  // steps of 256 columns in a unit
 constexpr u32 STEP_BYTES = 512;  // 256 columns of bfloat16
-constexpr u32 STEP_LANES = 32;  // lanes that take part in a step
 constexpr u32 LANDING_SLOTS = 8;  // pieces of rows in flight to the combine role
 constexpr u32 UNITS_PER_TOKEN = 2;
 constexpr u32 EARLY_UNITS = 1024;  // units of an SM that may be combined while tiles are computed
@@ -108,7 +107,7 @@ constexpr u32 BARRIER_ROLES_DONE = 3;  // all threads: every role of this SM has
 constexpr u32 BARRIER_PAIR = 4;  // and 5 to 7, one per pair of math warps that share rows
 constexpr u32 ZEROED_BYTES = 160;  // from SMEM_CTA_FLAGS on
 
-// ---------------------------------------------------------------- shared memory, 223040 bytes
+// ---------------------------------------------------------------- shared memory, 222912 bytes
 constexpr u32 SMEM_WEIGHT_STAGES = 0;  // u8[4][32768]
 constexpr u32 SMEM_TOKEN_STAGES = 131072;  // u8[4][17408]
 constexpr u32 SMEM_STAGING = 200704;  // u8[16384]
@@ -127,9 +126,8 @@ constexpr u32 SMEM_ORDER_EMPTY = 222704;  // u64[2]
 constexpr u32 SMEM_ORDER = 222720;  // u32[2]
 constexpr u32 SMEM_PULLED = 222728;  // u64[2]
 constexpr u32 SMEM_PULL_DONE = 222744;  // u64[1]
-constexpr u32 SMEM_LANDED = 222752;  // u64[16]
-constexpr u32 SMEM_CTA_FLAGS = 222880;  // u32[8]
-constexpr u32 SMEM_CLAIMED_UNITS = 222912;  // u32[32]
+constexpr u32 SMEM_CTA_FLAGS = 222752;  // u32[8]
+constexpr u32 SMEM_CLAIMED_UNITS = 222784;  // u32[32]
 
 // ---------------------------------------------------------------- symmetric buffer, 151538688 bytes
 constexpr u64 SYMM_CONTROL = 0;  // u32[32]
@@ -164,8 +162,8 @@ constexpr u32 LAUNCH_FINISHED = 5;  // SMs all of whose roles have left
 constexpr u32 CTA_FLAG_STOPPED = 0;  // a wait gave up
 constexpr u32 CTA_FLAG_LAST = 1;  // this SM is the last of its rank
 constexpr u32 CTA_FLAG_TILES = 2;  // tiles that the token loader handed on, and 1, once it has left
-constexpr u32 CTA_FLAG_STUCK = 4;  // what the math role waits for in vain, 0 if nothing
-constexpr u32 CTA_NEXT_UNIT = 3;  // combine units handed out after the last tile
+constexpr u32 CTA_FLAG_STUCK = 3;  // what the math role waits for in vain, 0 if nothing
+constexpr u32 CTA_NEXT_UNIT = 4;  // combine units handed out after the last tile
 constexpr u32 ROLE_DISPATCH = 1;
 constexpr u32 ROLE_LOAD_TOKENS = 2;
 constexpr u32 ROLE_MATH = 4;
@@ -180,7 +178,6 @@ constexpr u32 AWAITED_TILE_TASK = 7;
 constexpr u32 AWAITED_PULLED_ROW = 8;
 constexpr u32 AWAITED_NUM_TOKENS_IN_RANGE = 9;
 constexpr u32 AWAITED_TILE_NUMBER = 10;
-constexpr u32 AWAITED_LANDING = 11;
 
 // ---------------------------------------------------------------- what host and kernel share
 
@@ -272,6 +269,22 @@ DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrie
 // Global memory to the L2 cache, `bytes` a multiple of 16; a hint.
 DEVICE void bulk_prefetch(u64 source, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
+// ---------------------------------------------------------------- copies of a thread's own (PTX ISA 9.7.9.25)
+
+// 16 bytes from global to shared memory, past L1.
+DEVICE void copy_16(u32 destination, u64 source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+
+// Closes the group of the thread's copies since the last one.
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `pending` of the thread's groups are incomplete.
+template <int pending>
+DEVICE void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
 // ---------------------------------------------------------------- memory order (PTX ISA 8, 9.7.13.4)
@@ -749,37 +762,52 @@ DEVICE u32 token_count(const Params& p) {
     return p.num_tokens_ptr != 0 ? *reinterpret_cast<const u32*>(p.num_tokens_ptr) : p.num_tokens;
 }
 
-// The expert that (token, k) is sent to, or NO_EXPERT if it names none or one that an earlier k of the token
-// names. `weight` becomes the sum of the routing weights of all k that name it, in order of k.
-DEVICE u32 folded_route(const Params& p, u32 token, u32 k, float& weight) {
-    const i32* ids = reinterpret_cast<const i32*>(p.symm + SYMM_TOPK_IDS) + token * TOP_K;
-    const float* weights = reinterpret_cast<const float*>(p.symm + SYMM_TOPK_WEIGHTS) + token * TOP_K;
-    const u32 expert = static_cast<u32>(ids[k]);
-    if (expert >= EXPERTS) return NO_EXPERT;
-    for (u32 earlier = 0; earlier < k; ++earlier) {
-        if (static_cast<u32>(ids[earlier]) == expert) return NO_EXPERT;
+// A (token, k) pair: the id as given, and the expert that it is sent to, or NO_EXPERT if it names none or one
+// that an earlier k of the token names. `weight` is the sum of the routing weights of all k that name it, in
+// order of k.
+struct Route {
+    i32 id;
+    u32 expert;
+    float weight;
+};
+
+DEVICE Route folded_route(const Params& p, u32 pair) {
+    const u32 first_pair = pair / TOP_K * TOP_K;
+    const u32 own = pair % TOP_K;
+    const i32* ids = reinterpret_cast<const i32*>(p.symm + SYMM_TOPK_IDS) + first_pair;
+    const float* weights = reinterpret_cast<const float*>(p.symm + SYMM_TOPK_WEIGHTS) + first_pair;
+    const i32 own_id = ids[own];
+    i32 id[TOP_K];
+    float weight[TOP_K];
+#pragma unroll
+    for (u32 k = 0; k < TOP_K; ++k) {  // all loads are in flight together
+        id[k] = ids[k];
+        weight[k] = weights[k];
     }
-    weight = weights[k];
-    for (u32 later = k + 1; later < TOP_K; ++later) {
-        if (static_cast<u32>(ids[later]) == expert) weight += weights[later];
+    Route route = {own_id, static_cast<u32>(own_id), 0.0f};
+#pragma unroll
+    for (u32 k = 0; k < TOP_K; ++k) {
+        const bool same = id[k] == own_id;
+        if (same && k < own) route.expert = NO_EXPERT;
+        if (same && k >= own) route.weight = k == own ? weight[k] : route.weight + weight[k];
     }
-    return expert;
+    if (route.expert >= EXPERTS) route.expert = NO_EXPERT;
+    return route;
 }
 
 // Notes an id that names no expert of this layer and is not -1.
-DEVICE void note_dropped_id(const Params& p, u32 pair) {
-    const i32 id = reinterpret_cast<const i32*>(p.symm + SYMM_TOPK_IDS)[pair];
+DEVICE void note_dropped_id(const Params& p, i32 id) {
     if (id < -1 || id >= static_cast<i32>(EXPERTS)) {
         fetch_add_relaxed_gpu(local_words(p, LOCAL_LAUNCH) + LAUNCH_DROPPED, 1);
     }
 }
 
 // Writes a route to its expert's rank.
-DEVICE void send_route(const Params& p, u32 bank, u32 expert, u32 slot, u32 pair, float weight) {
-    const u64 list = (bank * LOCAL_EXPERTS + expert % LOCAL_EXPERTS) * RANKS + p.rank;
+DEVICE void send_route(const Params& p, u32 bank, const Route& route, u32 slot, u32 pair) {
+    const u64 list = (bank * LOCAL_EXPERTS + route.expert % LOCAL_EXPERTS) * RANKS + p.rank;
     const u64 entry = p.symm + SYMM_SRC_INDEX + (list * MAX_TOKENS + slot) * sizeof(u64);
-    *reinterpret_cast<u64*>(map_to_rank(p, entry, expert / LOCAL_EXPERTS)) =
-        static_cast<u64>(__float_as_uint(weight)) << 32 | pair;
+    *reinterpret_cast<u64*>(map_to_rank(p, entry, route.expert / LOCAL_EXPERTS)) =
+        static_cast<u64>(__float_as_uint(route.weight)) << 32 | pair;
 }
 
 // Sends the counts to the experts' ranks and releases the barrier.
@@ -795,14 +823,13 @@ DEVICE void send_counts(const Params& p, const u32* count, u32 launch, u32 threa
 
 // Few routes: this SM publishes them all, with slots straight from shared memory.
 DEVICE void publish_alone(const Params& p, u32* count, u32 pairs, u32 launch, u32 thread) {
-    float weight = 0.0f;
     for (u32 pair = thread; pair < pairs; pair += MATH_THREADS) {
-        const u32 expert = folded_route(p, pair / TOP_K, pair % TOP_K, weight);
-        if (expert != NO_EXPERT) {
+        const Route route = folded_route(p, pair);
+        if (route.expert != NO_EXPERT) {
             add_relaxed_sys(symm_words(p, SYMM_PENDING) + pair / TOP_K, 1);
-            send_route(p, launch & 1, expert, atomicAdd(count + expert, 1), pair, weight);
+            send_route(p, launch & 1, route, atomicAdd(count + route.expert, 1), pair);
         } else {
-            note_dropped_id(p, pair);
+            note_dropped_id(p, route.id);
         }
     }
     named_barrier(BARRIER_MATH, MATH_THREADS);
@@ -815,14 +842,13 @@ DEVICE void publish_share(const Params& p, u32 smem, u32* count, u32 pairs, u32 
     const u32 first = blockIdx.x * MATH_THREADS + thread;
     const u32 step = gridDim.x * MATH_THREADS;
     u32* const send_count = local_words(p, LOCAL_SEND_COUNT);
-    float weight = 0.0f;
     for (u32 pair = first; pair < pairs; pair += step) {
-        const u32 expert = folded_route(p, pair / TOP_K, pair % TOP_K, weight);
-        if (expert != NO_EXPERT) {
-            atomicAdd(count + expert, 1);
+        const Route route = folded_route(p, pair);
+        if (route.expert != NO_EXPERT) {
+            atomicAdd(count + route.expert, 1);
             add_relaxed_sys(symm_words(p, SYMM_PENDING) + pair / TOP_K, 1);
         } else {
-            note_dropped_id(p, pair);
+            note_dropped_id(p, route.id);
         }
     }
     named_barrier(BARRIER_MATH, MATH_THREADS);
@@ -832,9 +858,9 @@ DEVICE void publish_share(const Params& p, u32 smem, u32* count, u32 pairs, u32 
     }
     named_barrier(BARRIER_MATH, MATH_THREADS);
     for (u32 pair = first; pair < pairs; pair += step) {
-        const u32 expert = folded_route(p, pair / TOP_K, pair % TOP_K, weight);
-        if (expert != NO_EXPERT) {
-            send_route(p, launch & 1, expert, atomicAdd(count + expert, 1), pair, weight);
+        const Route route = folded_route(p, pair);
+        if (route.expert != NO_EXPERT) {
+            send_route(p, launch & 1, route, atomicAdd(count + route.expert, 1), pair);
         }
     }
     named_barrier(BARRIER_MATH, MATH_THREADS);
@@ -1366,6 +1392,9 @@ DEVICE void combine_unit(const Params& p, u32 unit, u32 lane) {
     __syncwarp();
 }
 
+// Where a lane's part of a piece of a row lands.
+DEVICE u32 landing(u32 smem, u32 slot, u32 lane) { return smem + SMEM_PULL + slot * STEP_BYTES + lane * 16; }
+
 // The pieces of a unit, one step of one row each, in the order in which they are added.
 struct Pieces {
     u64 first;  // byte of the unit's first column
@@ -1385,44 +1414,33 @@ struct Pieces {
     }
 };
 
-using Landing = RingPosition<LANDING_SLOTS>;
-
-DEVICE u32 landed_barrier(u32 smem, u32 slot) { return smem + SMEM_LANDED + slot * sizeof(u64); }
-
-// One warp: starts the copy of a piece to a slot.
-DEVICE void start_piece(const Params& p, u32 smem, u32 slot, const Pieces& piece, u32 lane) {
-    if (lane == 0) {
-        mbarrier_arrive_expect_bytes(landed_barrier(smem, slot), STEP_BYTES);
-        bulk_load(smem + SMEM_PULL + slot * STEP_BYTES, reinterpret_cast<const void*>(piece.address(p)),
-                  STEP_BYTES, landed_barrier(smem, slot));
+// Starts the copy of this lane's 16 bytes of a piece to a slot. Every lane counts a copy for every piece, so
+// that the oldest can be waited for.
+DEVICE void start_piece(const Params& p, u32 smem, u32 slot, Pieces& piece, u32 lane) {
+    if (piece.any()) {
+        copy_16(landing(smem, slot, lane), piece.address(p) + lane * 16);
+        piece.advance();
     }
+    copy_commit();
 }
 
 // The same sums through shared memory, where the dispatch role had its buffers: LANDING_SLOTS pieces are in
-// flight at a time, which takes no registers.
-DEVICE void combine_unit_landing(const Params& p, u32 smem, u32 unit, Landing& slot, u32 lane) {
+// flight at a time, which takes no registers. A lane reads only what it has copied itself.
+DEVICE void combine_unit_landing(const Params& p, u32 smem, u32 unit, u32 lane) {
     const u32 rows = written_rows(p, unit / UNITS_PER_TOKEN, lane);
     const u64 first = first_byte(unit, 0);
     Pieces next = {first, rows, rows != 0 ? 0 : COMBINE_STEPS, rows};
-    fence_proxy_async_global();  // rows were stored by ordinary stores
-    for (u32 i = 0, ahead = slot.index; i < LANDING_SLOTS && next.any(); ++i, next.advance()) {
-        start_piece(p, smem, ahead, next, lane);
-        ahead = ahead + 1 < LANDING_SLOTS ? ahead + 1 : 0;
-    }
+    for (u32 slot = 0; slot < LANDING_SLOTS; ++slot) start_piece(p, smem, slot, next, lane);
+    u32 slot = 0;
 #pragma unroll 1
     for (u32 step = 0; step < COMBINE_STEPS; ++step) {
         float sum[8] = {};
 #pragma unroll 1
         for (u32 left = rows; left != 0; left &= left - 1) {
-            wait_for_phase(p, landed_barrier(smem, slot.index), slot.parity, ROLE_COMBINE, AWAITED_LANDING,
-                           slot.index);
-            add_pairs(sum, load_shared_16(smem + SMEM_PULL + slot.index * STEP_BYTES + lane % STEP_LANES * 16));
-            __syncwarp();  // all lanes have read the slot
-            if (next.any()) {
-                start_piece(p, smem, slot.index, next, lane);
-                next.advance();
-            }
-            slot.advance();
+            copy_wait<LANDING_SLOTS - 1>();
+            add_pairs(sum, load_shared_16(landing(smem, slot, lane)));
+            start_piece(p, smem, slot, next, lane);
+            slot = slot + 1 < LANDING_SLOTS ? slot + 1 : 0;
         }
         const u64 out = p.output + first + step * STEP_BYTES + lane * 16;
         store_global_16(out, to_bf16(sum));
@@ -1451,7 +1469,7 @@ DEVICE bool claim_unit(u32 smem, u32 i, u32 lane) {
 }
 
 // Combines one of 32 units of this SM, the first from `window` on that is ready; false if none is.
-DEVICE bool combine_ready_unit(const Params& p, u32 smem, u32 window, u32 units, Landing& slot, u32 lane) {
+DEVICE bool combine_ready_unit(const Params& p, u32 smem, u32 window, u32 units, u32 lane) {
     const u32 i = window + lane;
     const u32 claimed = load_relaxed_shared(smem + SMEM_CLAIMED_UNITS + window / 32 * sizeof(u32));
     const bool open = i < units && (claimed >> lane & 1) == 0;
@@ -1462,7 +1480,7 @@ DEVICE bool combine_ready_unit(const Params& p, u32 smem, u32 window, u32 units,
     const u32 unit = blockIdx.x + chosen * gridDim.x;
     if (claim_unit(smem, chosen, lane)) {
         load_acquire_sys(pending_of_unit(p, unit));
-        combine_unit_landing(p, smem, unit, slot, lane);
+        combine_unit_landing(p, smem, unit, lane);
     }
     return true;
 }
@@ -1525,7 +1543,6 @@ DEVICE bool warp_test_wait(u32 barrier, u32 parity) {
 DEVICE void combine_role(const Params& p, u32 smem, u32 lane) {
     const u32 units = role_stopped(smem) ? 0 : min(own_units(p), EARLY_UNITS);  // 0 if refused
     TileSlot slot;
-    Landing landing;
     u32 window = 0;
     u32 looks = 0;
     while (true) {
@@ -1542,7 +1559,7 @@ DEVICE void combine_role(const Params& p, u32 smem, u32 lane) {
             }
         }
         if (looks++ % LOOKS_PER_SCAN == 0 && warp_test_wait(smem + SMEM_PULL_DONE, 0)) {
-            if (combine_ready_unit(p, smem, window, units, landing, lane)) {
+            if (combine_ready_unit(p, smem, window, units, lane)) {
                 looks = 0;
                 continue;
             }
@@ -1553,7 +1570,7 @@ DEVICE void combine_role(const Params& p, u32 smem, u32 lane) {
         pause_nanoseconds(POLL_NS);
     }
     wait_for_phase(p, smem + SMEM_PULL_DONE, 0, ROLE_COMBINE, AWAITED_PULLED_ROW, 0);
-    combine_rest(p, smem, lane, [&](u32 unit) { combine_unit_landing(p, smem, unit, landing, lane); });
+    combine_rest(p, smem, lane, [&](u32 unit) { combine_unit_landing(p, smem, unit, lane); });
 }
 
 // ---------------------------------------------------------------- MMA, tokens on M
@@ -1893,7 +1910,6 @@ DEVICE void initialize_barriers(u32 smem) {
         mbarrier_init(smem + SMEM_PULLED + buffer * sizeof(u64), 1);
     }
     mbarrier_init(smem + SMEM_PULL_DONE, 1);
-    for (u32 slot = 0; slot < LANDING_SLOTS; ++slot) mbarrier_init(landed_barrier(smem, slot), 1);
     fence_mbarrier_init();
 }
 

@@ -35,9 +35,8 @@ class Awaited(IntEnum):
     PULLED_ROW = 8
     NUM_TOKENS_IN_RANGE = 9
     TILE_NUMBER = 10
-    LANDING = 11
-    FULL_ACCUMULATOR = 12
-    EMPTY_ACCUMULATOR = 13
+    FULL_ACCUMULATOR = 11
+    EMPTY_ACCUMULATOR = 12
 
 
 class TraceState(IntEnum):
@@ -72,7 +71,6 @@ AWAITED_TEXT = {
     Awaited.PULLED_ROW: "a token row that is on its way",
     Awaited.NUM_TOKENS_IN_RANGE: "num_tokens within max_tokens",
     Awaited.TILE_NUMBER: "the next tile's number",
-    Awaited.LANDING: "a piece of a row in landing slot {peer}",
     Awaited.FULL_ACCUMULATOR: "the result of the MMAs in accumulator {peer}",
     Awaited.EMPTY_ACCUMULATOR: "the release of accumulator {peer}",
 }

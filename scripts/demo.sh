@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a shape to a checked result: plan, generate, compile, inspect, then run one layer on the GPUs of this machine,
-# or without one on the emulator. Sets up whatever is missing.
+# From a shape to a checked result: plan, generate, compile, inspect, then run one layer on a GPU of this machine, or
+# on the emulator where no kernel can run. Sets up whatever is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -16,7 +16,7 @@ megagen plan "${layer[@]}" --tokens 64
 megagen generate "${layer[@]}" --tokens 64 --out "$out" --compile
 megagen inspect "$out"
 
-if nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; then
+if megagen doctor; then
     megagen run "${layer[@]}" --tokens 64
 else
     megagen emulate "${layer[@]}" --ranks 2 --tokens 64,7 --sms 4 --seed 0 --timeline "$out/timeline.json"

@@ -10,6 +10,6 @@ source scripts/setup.sh test
 "$PYTHON" -m pytest -n 2 -m "not gpu" "$@"
 
 # One process: the tests of a GPU want it for themselves.
-if nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; then
+if [[ $(nvidia-smi --list-gpus 2>/dev/null) == *GPU* ]]; then
     "$PYTHON" -m pytest -m gpu "$@"
 fi

@@ -13,9 +13,8 @@ from megagen.compiler import CompiledKernel
 from megagen.contract import Contract
 from megagen.planning import PlanSet
 from megagen.protocol import params_fields, struct_offsets
-from megagen.runtime import driver, kernels, launch, local, symmetric
+from megagen.runtime import driver, kernels, launch, layer, local, symmetric
 from megagen.runtime.kernels import KernelBundle
-from megagen.runtime.topology import RankPlace
 
 CPU = torch.device("cpu")
 
@@ -57,7 +56,7 @@ class FakeStream:
 
 
 class FakeDriver:
-    """cuda-python's driver module with calls that need no GPU; records launches as (grid, params, stream)."""
+    """cuda-python's driver module with calls that need no GPU; records launches with their parameters."""
 
     def __init__(self) -> None:
         from cuda.bindings import driver as real
@@ -83,6 +82,7 @@ class FakeDriver:
                 grid=config.gridDimX,
                 threads=config.blockDimX,
                 shared=config.sharedMemBytes,
+                stream=int(config.hStream),
                 cooperative=bool(config.numAttrs),
                 params=SimpleNamespace(**values),
             )
@@ -120,9 +120,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         monkeypatch.setattr(module, "private_stream", lambda *_: FakeStream(0))
         monkeypatch.setattr(module, "require_gpu", lambda device: FakeGpu(0, "fake", Arch.get("sm90"), 132))
     monkeypatch.setattr(symmetric, "Progress", FakeProgress)
-    monkeypatch.setattr(symmetric, "place_of", lambda gpu: RankPlace("host", "gpu", "", ()))
     monkeypatch.setattr(kernels, "_compile", fake_compile)
     monkeypatch.delenv(kernels.KERNELS_VARIABLE, raising=False)
+    monkeypatch.setattr(layer, "current_stream", lambda index: 0)
     for name in ("current_stream", "default_stream", "ExternalStream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: FakeStream(0))
     driver._load.cache_clear()

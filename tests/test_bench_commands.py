@@ -206,6 +206,24 @@ def test_plots_need_rows_only(tmp_path):
         assert all(file.stat().st_size > 1000 for file in files)
 
 
+def test_a_legend_names_what_was_measured_of_its_model(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    legends = []
+    monkeypatch.setattr(
+        figure.Figure,
+        "savefig",
+        lambda self, *_, **__: legends.append(
+            [[text.get_text() for text in axis.legend_.get_texts()] for axis in self.axes if axis.legend_]
+        ),
+    )
+    result = make_row()["results"]["megagen"]
+    rows = [make_row("flash8", results={"megagen": result}), make_row("pro8")]
+    plot_bench({"rows": rows, "ceilings": None, "ranks": 2}, tmp_path / "plot")
+    alone, both = legends[0]
+    assert alone == ["megagen (kernel)"]
+    assert [label.split()[0] for label in both] == list(make_row()["results"])
+
+
 def test_the_kernel_that_reads_memory_compiles():
     kernel = compile(_READ_SOURCE, "sm_90a", name="read_memory.cu")
     assert kernel.entry == "read_memory"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megagen import __version__, errors
@@ -286,12 +287,13 @@ def test_doctor_on_two_gpus(monkeypatch, nvlink, ranks):
             "cuDriverGetVersion": 13000,
             "cuDeviceGetCount": 2,
             "cuDeviceGet": arguments[0] if arguments else None,
-            "cuDeviceGetName": b"NVIDIA H200\0\0",
+            "cuDeviceGetName": b"NVIDIA H200\0".ljust(256),  # as cuda-python gives it
             "cuDeviceTotalMem": 140 << 30,
             "cuDeviceGetP2PAttribute": nvlink,
         }[call]
 
     monkeypatch.setattr(doctor, "_cuda", answer)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     record = run_json("doctor")
     found = {finding["part"]: finding for finding in record["findings"]}
     assert found["GPU 1"]["found"] == "NVIDIA H200, compute capability 9.0, 132 SMs, 140 GiB"
@@ -299,6 +301,22 @@ def test_doctor_on_two_gpus(monkeypatch, nvlink, ranks):
     assert found["driver"]["found"] == "CUDA 13.0"
     assert record["can"]["run kernels"] is True
     assert record["can"]["run several ranks"] is ranks
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    record = run_json("doctor", code=3)
+    assert record["can"]["run kernels"] is False
+    assert "install a CUDA build" in str(record["findings"])
+
+
+def test_doctor_counts_only_gpus_that_kernels_exist_for(monkeypatch):
+    """NVLink is asked for between GPUs 0 and 2, where GPU 1 is too old."""
+    from megagen.commands import doctor
+
+    asked = []
+    monkeypatch.setattr(doctor, "_cuda", lambda call, *arguments: asked.append(arguments[1:]) or 1)
+    finding = doctor._nvlink([0, 2])
+    assert finding.state == "ok" and "all 2 GPUs" in finding.found
+    assert asked == [(0, 2), (2, 0)]
 
 
 def test_doctor_refuses_an_old_driver(monkeypatch):

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import os
 import struct
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from megagen.contract import Contract
 from megagen.planning import PlanSet, make_plan
 from megagen.protocol import STATUS_FIELDS, Awaited, RoleId, params_fields, struct_offsets
 from megagen.runtime import driver, kernels, layer, local
-from megagen.runtime.arguments import ArgumentCheck
+from megagen.runtime.arguments import ArgumentCheck, row_bytes
 from megagen.runtime.layer import MegaMoE
 from megagen.runtime.params import ParamStruct
 from megagen.runtime.patience import wait_for_streams
@@ -108,7 +109,15 @@ def test_good_arguments_pass(tokens: int) -> None:
 def test_row_stride_of_a_slice_is_used() -> None:
     wide = torch.zeros(4, 1024, dtype=torch.bfloat16)[:, :512]
     assert ArgumentCheck(CONTRACT, CPU).tokens(**good(x=wide)) == 4
-    assert ArgumentCheck.row_bytes(wide, 4) == 2048
+    assert row_bytes(wide) == 2048
+
+
+def test_the_stride_of_a_single_row_does_not_matter() -> None:
+    check = ArgumentCheck(CONTRACT, CPU)
+    odd = torch.zeros(4, 513, dtype=torch.bfloat16)[:1, :512]
+    assert check.tokens(**good(1, x=odd)) == 1
+    with pytest.raises(errors.InputError, match="contiguous"):
+        check.tokens(**good(1, x=torch.zeros(1, 1024, dtype=torch.bfloat16)[:, ::2]))
 
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -119,6 +128,7 @@ BAD_ARGUMENTS = {
     "x dimensions": ({"x": torch.zeros(512, dtype=BF16)}, r"x has shape \[512\]"),
     "x device": ({"x": torch.zeros(4, 512, dtype=BF16, device="meta")}, "x is on meta"),
     "x transposed": ({"x": torch.zeros(512, 4, dtype=BF16).T}, "x has strides.*contiguous"),
+    "x rows misaligned": ({"x": torch.zeros(4, 516, dtype=BF16)[:, :512]}, "multiples of 16 bytes"),
     "x misaligned": ({"x": torch.zeros(4, 516, dtype=BF16)[:, 4:]}, "multiples of 16 bytes"),
     "ids dtype": (
         {"topk_ids": torch.zeros(4, 2)},
@@ -171,6 +181,20 @@ def test_out_is_checked() -> None:
     ):
         with pytest.raises(errors.InputError, match="out "):
             check.output(bad, 4)
+
+
+def test_scale_factors_and_out_must_be_tensors() -> None:
+    check = ArgumentCheck(CONTRACT, CPU)
+    with pytest.raises(errors.InputError, match="x's scale factors is a list"):
+        check.tokens(**good(x=torch.zeros(4, 512).to(E4M3), x_sf=[1.0]))
+    with pytest.raises(errors.InputError, match="out is a list"):
+        check.output([0.0], 4)
+
+
+@pytest.mark.parametrize("value", [2.5, "3"])
+def test_num_tokens_must_be_whole(value: object) -> None:
+    with pytest.raises(errors.InputError, match=f"num_tokens={value!r} is a {type(value).__name__}"):
+        ArgumentCheck(CONTRACT, CPU).count(value, 4)
 
 
 def test_num_tokens_is_checked() -> None:
@@ -385,6 +409,30 @@ print(bundle.plans.plans[0].hash, bundle.kernels[0].entry, bundle.quantize.entry
     ran = subprocess.run([sys.executable, "-c", BLOCK_COMPILER + load], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == [plan.hash, "megamoe", "quantize_inputs"]
+
+
+def test_kernels_from_the_cache_need_no_jinja(tmp_path: Path) -> None:
+    """Importing it was about a third of a start from the cache."""
+    load = """
+from megagen.arch import Arch
+from megagen.contract import Contract
+from megagen.planning import make_plan
+from megagen.runtime.kernels import bundle_kernels
+from megagen.shape import MoEShape
+
+contract = Contract(MoEShape.preset("tiny"), 1, 64)
+bundle = bundle_kernels(contract, Arch.get("sm90"), sms=132, plan=make_plan(contract, block_m=16))
+print(bundle.kernels[0].entry, bundle.quantize.entry)
+"""
+    block = BLOCK_COMPILER.replace(' or name == "cuda.bindings.nvrtc"', "")
+    environment = {**os.environ, "MEGAGEN_CACHE_DIR": str(tmp_path)}
+    environment.pop(kernels.KERNELS_VARIABLE, None)
+    for prelude in ("", block):
+        ran = subprocess.run(
+            [sys.executable, "-c", prelude + load], capture_output=True, text=True, env=environment
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.split() == ["megamoe", "quantize_inputs"]
 
 
 def test_timeout_must_be_positive() -> None:

@@ -8,7 +8,7 @@ from megagen import companion, errors
 from megagen.contract import Contract
 from megagen.planning import make_plan
 from megagen.protocol import STATUS_FIELDS, Awaited, RoleId
-from megagen.runtime import symmetric
+from megagen.runtime import layer, symmetric
 from megagen.runtime.layer import MegaMoE
 from megagen.runtime.status import StatusBlock
 from megagen.runtime.symmetric import SymmBuffer
@@ -85,6 +85,30 @@ def test_token_count_selects_the_plan(moe: MegaMoE, fake: FakeDriver) -> None:
         assert fake.launches[-1].shared == moe.launcher_for(tokens).plan.smem.size
 
 
+def test_a_call_goes_to_the_stream_that_is_current_then(
+    moe: MegaMoE, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for stream in (0x50, 0x60):
+        monkeypatch.setattr(layer, "current_stream", {0: stream}.get)
+        moe(*call_arguments(1))
+    assert [launch.stream for launch in fake.launches] == [0x50, 0x50, 0x60, 0x60]
+    assert moe.buffer.last_stream == 0x60
+
+
+def test_a_grid_fits_the_tokens_of_its_call(moe: MegaMoE, fake: FakeDriver) -> None:
+    for tokens in (64, 1, 1, 64):
+        moe(*call_arguments(tokens))
+    grids = [launch.grid for launch in fake.launches if not launch.cooperative]
+    assert grids == [companion.quantize_ctas(512, tokens, 132) for tokens in (64, 1, 1, 64)]
+
+
+def test_compiled_graphs_take_a_call_as_one_operator(moe: MegaMoE, fake: FakeDriver) -> None:
+    moe.prepare()
+    compiled = torch.compile(lambda *inputs: moe(*inputs) + 1, fullgraph=True, backend="aot_eager")
+    assert compiled(*call_arguments(4)).shape == (4, 512)
+    assert [launch.cooperative for launch in fake.launches] == [False, True]
+
+
 def test_weights_are_loaded_in_place_again(moe: MegaMoE, fake: FakeDriver) -> None:
     moe(*call_arguments(1))
     before, first = fake.launches[-1].params.w13, moe._weights.w13.clone()
@@ -134,6 +158,12 @@ def test_check_notices_a_grid_that_never_starts(moe: MegaMoE, monkeypatch: pytes
     moe.timeout = 0.02
     with pytest.raises(errors.MegaMoETimeout, match="7 CTAs fit"):
         moe.check()
+
+
+def test_a_tuple_must_be_values_and_scale_factors(moe: MegaMoE) -> None:
+    x, ids, weights = call_arguments(1)
+    with pytest.raises(errors.InputError, match="x is a tuple of 1"):
+        moe((x,), ids, weights)
 
 
 def test_calls_before_weights_are_refused(fake: FakeDriver) -> None:

@@ -40,7 +40,7 @@ _NO_GPU = Finding("GPU", "missing", "none", "the emulator and the reference only
 def doctor(as_json: Json = False) -> None:
     """Show GPU, driver, NVRTC, NVLink, torch and tools, and what they allow; exit 3 if no kernel can run."""
     gpus = _gpus()
-    usable_gpus = sum(gpu.state == "ok" for gpu in gpus)
+    usable_gpus = [index for index, gpu in enumerate(gpus) if gpu.state == "ok"]
     findings = [_driver(), *gpus, _nvlink(usable_gpus), _nvrtc(), _torch(), _ninja(), _nvdisasm(), _cache()]
     abilities = _abilities(findings)
     allowed = [{"this machine can": name, "": "yes" if able else "no"} for name, able in abilities.items()]
@@ -96,7 +96,7 @@ def _gpus() -> list[Finding]:
 def _gpu(device: Any, index: int) -> Finding:
     from cuda.bindings import driver
 
-    name = _cuda("cuDeviceGetName", 256, device).rstrip(b"\0").decode()
+    name = _cuda("cuDeviceGetName", 256, device).split(b"\0")[0].decode()  # spaces follow the zero
     kinds = driver.CUdevice_attribute
     major, minor, sms = (
         _cuda("cuDeviceGetAttribute", kind, device)
@@ -115,26 +115,26 @@ def _gpu(device: Any, index: int) -> Finding:
     return Finding(f"GPU {index}", "ok", found, f"runs kernels generated with --arch {arch.name}")
 
 
-def _nvlink(gpus: int) -> Finding:
-    """Whether every GPU reaches every other with native atomics, which only NVLink gives."""
-    if gpus < 2:
-        return Finding(
-            "NVLink", "missing", f"{gpus} GPUs", "one rank only, or several on one GPU (local_group)"
-        )
+def _nvlink(gpus: list[int]) -> Finding:
+    """Whether each of these GPUs reaches every other with native atomics, which only NVLink gives."""
+    count = len(gpus)
+    if count < 2:
+        found = "1 GPU" if count else "no GPU"
+        return Finding("NVLink", "missing", found, "one rank only, or several on one GPU (local_group)")
     from cuda.bindings import driver
 
     attribute = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
     apart = [
         f"{a}-{b}"
-        for a in range(gpus)
-        for b in range(gpus)
+        for a in gpus
+        for b in gpus
         if a != b and not _cuda("cuDeviceGetP2PAttribute", attribute, a, b)
     ]
     if apart:
         return Finding(
             "NVLink", "unusable", f"not between GPUs {', '.join(apart)}", "ranks must be NVLink peers"
         )
-    return Finding("NVLink", "ok", f"between all {gpus} GPUs", f"up to {gpus} ranks on this host")
+    return Finding("NVLink", "ok", f"between all {count} GPUs", f"up to {count} ranks on this host")
 
 
 def _nvrtc() -> Finding:
@@ -152,7 +152,14 @@ def _nvrtc() -> Finding:
 def _torch() -> Finding:
     if importlib.util.find_spec("torch") is None:
         return Finding("torch", "missing", "not installed", "plans and compiles only")
-    return Finding("torch", "ok", importlib.metadata.version("torch"), "layers, weights and the reference")
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding("torch", "unusable", str(error), "plans and compiles only: install it again")
+    if torch.version.cuda is None:
+        found = f"{torch.__version__}, a build without CUDA"
+        return Finding("torch", "unusable", found, "weights and the reference only: install a CUDA build")
+    return Finding("torch", "ok", torch.__version__, "layers, weights and the reference")
 
 
 def _ninja() -> Finding:

@@ -59,7 +59,8 @@ def run(
         "rows": rows,
     }
     where = "on one GPU" if local or contract.ranks == 1 else "one GPU each"
-    title = f"{contract.shape}, {contract.ranks} ranks {where}, routing {routing}"
+    ranks = "1 rank" if contract.ranks == 1 else f"{contract.ranks} ranks"
+    title = f"{contract.shape}, {ranks} {where}, routing {routing}"
     emit(as_json, record, rows_table(title, [_shown(row) for row in rows]))
     if not all(row["right"] for row in rows):
         raise typer.Exit(1)

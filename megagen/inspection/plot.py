@@ -46,7 +46,6 @@ def plot_bench(record: Mapping[str, Any], stem: Path) -> list[Path]:
         axes[0][column].set_title(f"{model}, EP-{record['ranks']}")
     axes[0][0].set_ylabel("time, us")
     axes[1][0].set_ylabel("TFLOP/s per GPU")
-    axes[0][0].legend()
     files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("png", "svg")]
     for file in files:
         figure.savefig(file, dpi=150)
@@ -56,6 +55,8 @@ def plot_bench(record: Mapping[str, Any], stem: Path) -> list[Path]:
 def _draw_model(times: Any, rates: Any, rows: list[Any], ceilings: Mapping[str, float] | None) -> None:
     for name, (column, color, marker) in _LINES.items():
         timed = [(row, us) for row in rows if (us := time_us(row, name, column)) is not None]
+        if not timed:
+            continue
         tokens = [row["tokens"] for row, _ in timed]
         label = f"{name} ({column.replace('_', ' ')})"
         times.plot(tokens, [us for _, us in timed], color=color, marker=marker, label=label)
@@ -67,5 +68,6 @@ def _draw_model(times: Any, rates: Any, rows: list[Any], ceilings: Mapping[str, 
         axis.set_xscale("log", base=2)
         axis.grid(True, alpha=0.3)
     times.set_yscale("log")
+    times.legend()
     rates.set_xlabel("tokens per GPU")
     rates.set_ylim(bottom=0)

@@ -18,7 +18,6 @@ from megagen.errors import PlanError
 from megagen.planning.plan import (
     BLOCK_K,
     EARLY_UNITS,
-    MAX_LANDING_SLOTS,
     MIN_LANDING_BYTES,
     ORDER_SLOTS,
     TILE_SLOTS,
@@ -395,7 +394,6 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("order_empty", "u64", (ORDER_SLOTS,), 8),
         ("pulled", "u64", (DISPATCH_WARPS,), 8),
         ("pull_done", "u64", (1,), 8),
-        ("landed", "u64", (MAX_LANDING_SLOTS,), 8),
         ("tmem_base", "u32", (1,), 16),
         # From here on the kernel zeroes everything at its start.
         ("cta_flags", "u32", (8,), 16),

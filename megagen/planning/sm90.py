@@ -11,7 +11,6 @@ from megagen.errors import PlanError
 from megagen.planning.plan import (
     BLOCK_K,
     EARLY_UNITS,
-    MAX_LANDING_SLOTS,
     MIN_LANDING_BYTES,
     ORDER_SLOTS,
     TILE_SLOTS,
@@ -139,7 +138,6 @@ def cta_smem(
         ("order", "u32", (ORDER_SLOTS,), 8),
         ("pulled", "u64", (PULL_BUFFERS,), 8),
         ("pull_done", "u64", (1,), 8),
-        ("landed", "u64", (MAX_LANDING_SLOTS,), 8),
         # From here on the kernel zeroes everything at its start.
         ("cta_flags", "u32", (8,), 16),
         ("claimed_units", "u32", (EARLY_UNITS // 32,), 16),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import NoReturn
 
 import torch
@@ -37,71 +38,67 @@ class ArgumentCheck:
         Raises:
             InputError: names the argument that does not fit.
         """
+        device = self._device
         try:
-            return self._tokens(x, x_sf, topk_ids, topk_weights)
+            shape = x.shape
+            if (
+                len(shape) != 2
+                or shape[1] != self._hidden
+                or x.dtype is not (torch.bfloat16 if x_sf is None else torch.float8_e4m3fn)
+                or x.device != device
+            ):
+                self._explain_x(x, x_sf)
+            tokens = shape[0]
+            if tokens > self._max_tokens:
+                raise InputError(
+                    f"x has {tokens} tokens, the buffer holds max_tokens={self._max_tokens}; split the batch "
+                    "or make a larger buffer"
+                )
+            if tokens and (x.data_ptr() % ROW_ALIGN or not (x.is_contiguous() or self._rows_fit(x))):
+                raise InputError(
+                    f"x has strides {x.stride()} and starts at {x.data_ptr():#x}; rows must be contiguous "
+                    f"and start at multiples of {ROW_ALIGN} bytes: give x.contiguous()"
+                )
+            pairs = (tokens, self._top_k)
+            dtype = topk_ids.dtype
+            if (
+                topk_ids.shape != pairs
+                or (dtype is not torch.int64 and dtype is not torch.int32)
+                or topk_ids.device != device
+                or not topk_ids.is_contiguous()
+            ):
+                self._explain("topk_ids", topk_ids, pairs, (torch.int32, torch.int64))
+            dtype = topk_weights.dtype
+            if (
+                topk_weights.shape != pairs
+                or (dtype is not torch.float32 and dtype is not torch.bfloat16)
+                or topk_weights.device != device
+                or not topk_weights.is_contiguous()
+            ):
+                self._explain("topk_weights", topk_weights, pairs, (torch.float32, torch.bfloat16))
+            if x_sf is not None:
+                groups = (tokens, self._hidden // SF_BLOCK)
+                if (
+                    x_sf.shape != groups
+                    or x_sf.dtype is not self._sf_dtype
+                    or x_sf.device != device
+                    or not x_sf.is_contiguous()
+                ):
+                    self._explain("x's scale factors", x_sf, groups, (self._sf_dtype,))
         except AttributeError:
             for name, value in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
                 _require_tensor(name, value)
+            if x_sf is not None:
+                _require_tensor("x's scale factors", x_sf)
             raise
-
-    def _tokens(
-        self,
-        x: torch.Tensor,
-        x_sf: torch.Tensor | None,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-    ) -> int:
-        device = self._device
-        shape = x.shape
-        if (
-            len(shape) != 2
-            or shape[1] != self._hidden
-            or x.dtype is not (torch.bfloat16 if x_sf is None else torch.float8_e4m3fn)
-            or x.device != device
-        ):
-            self._explain_x(x, x_sf)
-        tokens = shape[0]
-        if tokens > self._max_tokens:
-            raise InputError(
-                f"x has {tokens} tokens, the buffer holds max_tokens={self._max_tokens}; split the batch or "
-                "make a larger buffer"
-            )
-        if tokens and (x.stride(1) != 1 or self.row_bytes(x, tokens) % ROW_ALIGN or x.data_ptr() % ROW_ALIGN):
-            raise InputError(
-                f"x has strides {x.stride()} and starts at {x.data_ptr():#x}; rows must be contiguous and "
-                f"start at multiples of {ROW_ALIGN} bytes: give x.contiguous()"
-            )
-        pairs = (tokens, self._top_k)
-        if (
-            topk_ids.shape != pairs
-            or (topk_ids.dtype is not torch.int32 and topk_ids.dtype is not torch.int64)
-            or topk_ids.device != device
-            or not topk_ids.is_contiguous()
-        ):
-            self._explain("topk_ids", topk_ids, pairs, (torch.int32, torch.int64))
-        if (
-            topk_weights.shape != pairs
-            or (topk_weights.dtype is not torch.float32 and topk_weights.dtype is not torch.bfloat16)
-            or topk_weights.device != device
-            or not topk_weights.is_contiguous()
-        ):
-            self._explain("topk_weights", topk_weights, pairs, (torch.float32, torch.bfloat16))
-        if x_sf is not None:
-            groups = (tokens, self._hidden // SF_BLOCK)
-            if (
-                x_sf.shape != groups
-                or x_sf.dtype is not self._sf_dtype
-                or x_sf.device != device
-                or not x_sf.is_contiguous()
-            ):
-                self._explain("x's scale factors", x_sf, groups, (self._sf_dtype,))
         return tokens
 
     def output(self, out: torch.Tensor, tokens: int) -> None:
         """InputError unless ``out`` can take the result."""
         shape = (tokens, self._hidden)
         if (
-            out.shape != shape
+            not isinstance(out, torch.Tensor)
+            or out.shape != shape
             or out.dtype is not torch.bfloat16
             or out.device != self._device
             or not out.is_contiguous()
@@ -113,7 +110,7 @@ class ArgumentCheck:
         """(num_tokens, address of a device count or 0) as kernels take them.
 
         Raises:
-            InputError: a number above the rows of x, or a tensor that is no int32 on the device.
+            InputError: no whole number within the rows of x, or a tensor that is no int32 on the device.
         """
         if isinstance(num_tokens, torch.Tensor):
             if num_tokens.numel() != 1 or num_tokens.dtype is not torch.int32:
@@ -121,14 +118,21 @@ class ArgumentCheck:
             if num_tokens.device != self._device:
                 self._explain("num_tokens", num_tokens, tuple(num_tokens.shape), (torch.int32,))
             return tokens, num_tokens.data_ptr()
-        if not 0 <= num_tokens <= tokens:
-            raise InputError(f"num_tokens={num_tokens} is not within 0 and the {tokens} rows of x")
-        return int(num_tokens), 0
+        try:
+            count = index(num_tokens)
+        except TypeError as error:
+            raise InputError(
+                f"num_tokens={num_tokens!r} is a {type(num_tokens).__name__}; give an int, or an int32 on "
+                f"{self._device}"
+            ) from error
+        if not 0 <= count <= tokens:
+            raise InputError(f"num_tokens={count} is not within 0 and the {tokens} rows of x")
+        return count, 0
 
     @staticmethod
-    def row_bytes(x: torch.Tensor, tokens: int) -> int:
-        """Bytes from one row to the next; of a single row, whatever its stride says, it is not used."""
-        return x.stride(0) * x.element_size() if tokens > 1 else 0
+    def _rows_fit(x: torch.Tensor) -> bool:
+        """Whether rows that don't follow each other can be read nevertheless."""
+        return x.stride(1) == 1 and (len(x) == 1 or row_bytes(x) % ROW_ALIGN == 0)
 
     def _explain_x(self, x: torch.Tensor, x_sf: torch.Tensor | None) -> NoReturn:
         _require_tensor("x", x)
@@ -155,6 +159,11 @@ class ArgumentCheck:
             f"{name} {wanted} has strides {tensor.stride()} and starts at {tensor.data_ptr():#x}; it must be "
             f"contiguous and start at a multiple of {ROW_ALIGN} bytes: give {name}.contiguous()"
         )
+
+
+def row_bytes(x: torch.Tensor) -> int:
+    """Bytes from one row to the next; of a single row it may be anything."""
+    return x.stride()[0] * x.element_size()  # half the time of stride(0)
 
 
 def _require_tensor(name: str, value: object) -> None:

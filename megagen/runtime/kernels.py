@@ -84,14 +84,14 @@ def _planned(contract: Contract, arch: Arch, sms: int, plan: KernelPlan | None) 
 def _compile(plans: PlanSet, contract: Contract, arch: Arch) -> KernelBundle:
     # Here, since kernels built ahead of time need none of it.
     from megagen.cache import default_cache, recipe_of
-    from megagen.render import render, render_quantize
 
     cache = default_cache()
     wanted: list[tuple[str, str, Callable[[], str]]] = [
-        (plan.name, recipe_of(plan.hash), partial(render, plan)) for plan in plans.plans
+        (plan.name, recipe_of(plan.hash), partial(_render, plan)) for plan in plans.plans
     ]
     helper = quantize_name(contract, arch.name)
-    wanted.append((helper, recipe_of(helper, contract.hash), partial(render_quantize, contract, arch.name)))
+    source = partial(_render_helper, contract, arch.name)
+    wanted.append((helper, recipe_of(helper, contract.hash), source))
 
     def load(one: tuple[str, str, Callable[[], str]]) -> CompiledKernel:
         name, recipe, source = one
@@ -100,6 +100,19 @@ def _compile(plans: PlanSet, contract: Contract, arch: Arch) -> KernelBundle:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         *kernels, quantize = pool.map(load, wanted)
     return KernelBundle(plans, tuple(kernels), quantize)
+
+
+def _render(plan: KernelPlan) -> str:
+    from megagen.render import render  # here, since cached kernels need no Jinja
+
+    return render(plan)
+
+
+def _render_helper(contract: Contract, arch: str) -> str:
+    """The source of a contract's companion."""
+    from megagen.render import render_quantize
+
+    return render_quantize(contract, arch)
 
 
 def _load(folder: AotFolder, contract: Contract, arch: Arch, plan: KernelPlan | None) -> KernelBundle:

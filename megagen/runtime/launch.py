@@ -14,6 +14,7 @@ from megagen.compiler import CompiledKernel
 from megagen.errors import DeviceError
 from megagen.planning import KernelPlan
 from megagen.protocol import TRACE_CAPACITY, Field
+from megagen.runtime.arguments import row_bytes
 from megagen.runtime.driver import (
     Gpu,
     bindings,
@@ -119,12 +120,12 @@ class MoELauncher(Launcher):
         for name, value in self.plan.weight_params(addresses).items():
             self.params.set(name, encode_for_driver(value) if isinstance(value, TensorMap) else value)
 
-    def __call__(self, output: int, tokens: int, count_pointer: int, stream: int) -> None:
-        u64 = self.params.u64
-        u64[self._output] = output
-        u64[self._count_pointer] = count_pointer
-        self.params.u32[self._count] = tokens
-        self.launch(stream)
+    def set_call(self, output: torch.Tensor, tokens: int, count_pointer: int) -> None:
+        """Parameters of the next launch."""
+        params = self.params
+        params.u64[self._output] = output.data_ptr()
+        params.u64[self._count_pointer] = count_pointer
+        params.u32[self._count] = tokens
 
 
 class QuantizeLauncher(Launcher):
@@ -133,7 +134,7 @@ class QuantizeLauncher(Launcher):
     def __init__(self, kernel: CompiledKernel, buffer: SymmBuffer) -> None:
         super().__init__(kernel, QUANTIZE_FIELDS, buffer.gpu, threads=THREADS)
         self._hidden, self._sms = buffer.contract.shape.hidden, buffer.gpu.sms
-        self._ctas = 1
+        self._tokens = 0  # that the grid is for
         self.params.set("symm", buffer.symm_address)
         word = self.params.word
         self._x, self._x_sf, self._row_bytes, self._ids, self._weights, self._count_pointer = (
@@ -143,34 +144,29 @@ class QuantizeLauncher(Launcher):
             word[name] for name in ("num_tokens", "ids_are_int64", "weights_are_bf16")
         )
 
-    def __call__(
+    def set_call(
         self,
-        x: int,
-        x_sf: int,
-        row_bytes: int,
-        topk_ids: int,
-        topk_weights: int,
-        *,
-        wide_ids: bool,
-        bf16_weights: bool,
+        x: torch.Tensor,
+        x_sf: torch.Tensor | None,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
         tokens: int,
         count_pointer: int,
-        stream: int,
     ) -> None:
+        """Parameters of the next launch; the tensors are checked."""
         u64, u32 = self.params.u64, self.params.u32
-        u64[self._x] = x
-        u64[self._x_sf] = x_sf
-        u64[self._row_bytes] = row_bytes
-        u64[self._ids] = topk_ids
-        u64[self._weights] = topk_weights
+        u64[self._x] = x.data_ptr()
+        u64[self._x_sf] = 0 if x_sf is None else x_sf.data_ptr()
+        u64[self._row_bytes] = row_bytes(x)
+        u64[self._ids] = topk_ids.data_ptr()
+        u64[self._weights] = topk_weights.data_ptr()
         u64[self._count_pointer] = count_pointer
         u32[self._count] = tokens
-        u32[self._wide_ids] = wide_ids
-        u32[self._bf16_weights] = bf16_weights
-        ctas = quantize_ctas(self._hidden, tokens, self._sms)
-        if ctas != self._ctas:
-            self.config.gridDimX = self._ctas = ctas
-        self.launch(stream)
+        u32[self._wide_ids] = topk_ids.dtype is torch.int64
+        u32[self._bf16_weights] = topk_weights.dtype is torch.bfloat16
+        if tokens != self._tokens:
+            self.config.gridDimX = quantize_ctas(self._hidden, tokens, self._sms)
+            self._tokens = tokens
 
 
 def _configuration(ctas: int, threads: int, shared_bytes: int, cooperative: bool) -> Any:

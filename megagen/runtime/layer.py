@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.compiler import is_compiling
 
 from megagen.contract import DTYPE_BYTES, Contract, WeightLayout
 from megagen.errors import InputError
 from megagen.planning import KernelPlan
 from megagen.runtime import ops
 from megagen.runtime.arguments import ArgumentCheck
+from megagen.runtime.driver import current_stream
 from megagen.runtime.kernels import bundle_kernels, check_forced_plan
-from megagen.runtime.launch import MoELauncher, QuantizeLauncher
+from megagen.runtime.launch import Launcher, MoELauncher, QuantizeLauncher
 from megagen.runtime.peers import agree_on, together
 from megagen.runtime.status import StatusBlock
 from megagen.runtime.symmetric import Inputs, SymmBuffer, host_limit
@@ -34,19 +36,6 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_S = 30.0
 
 Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-class QueuedCall(NamedTuple):
-    """A checked call: its tensors, kept alive until it is queued, and the numbers that launches take."""
-
-    x: torch.Tensor
-    x_sf: torch.Tensor | None
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor
-    output: torch.Tensor
-    rows: int
-    tokens: int
-    count_pointer: int
 
 
 class MegaMoE:
@@ -114,6 +103,8 @@ class MegaMoE:
         self.weight_layout = WeightLayout(shape, self.contract.local_experts, base.format)
         self._arguments = ArgumentCheck(self.contract, buffer.gpu.device)
         self._gpu_index = buffer.gpu.index
+        self._hidden = shape.hidden
+        self._like_output = torch.empty(0, dtype=torch.bfloat16, device=buffer.gpu.device)
         self._ready = False
         self.handle = ops.register(self)
 
@@ -235,13 +226,13 @@ class MegaMoE:
             InputError: an argument that does not fit, or ids that an earlier call dropped.
             MegaMoETimeout, PeerAborted: an earlier call failed; nothing is launched until ``reset``.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return ops.forward(self.handle, x, topk_ids, topk_weights, out, num_tokens)
-        call = self.check_call(x, topk_ids, topk_weights, out, num_tokens)
-        self.queue(call, torch.cuda.current_stream(self._gpu_index).cuda_stream)
+        output, launchers = self.check_call(x, topk_ids, topk_weights, out, num_tokens)
+        self.queue(launchers, current_stream(self._gpu_index))
         if self.debug and not torch.cuda.is_current_stream_capturing():
             self.check()
-        return call.output
+        return output
 
     def check_call(
         self,
@@ -250,8 +241,12 @@ class MegaMoE:
         topk_weights: torch.Tensor,
         out: torch.Tensor | None = None,
         num_tokens: int | torch.Tensor | None = None,
-    ) -> QueuedCall:
-        """The first half of a call: everything that can go wrong or wait, without a launch."""
+    ) -> tuple[torch.Tensor, tuple[Launcher, ...]]:
+        """The first half of a call: everything that can go wrong or wait, without a launch.
+
+        Returns:
+            The result's tensor, and what to launch: its parameters point to the arguments.
+        """
         if not self._ready:
             self._make_ready()
         status = self.buffer.status
@@ -262,36 +257,31 @@ class MegaMoE:
             or words[StatusBlock.DROPPED] != status.reported_drops
         ):
             self._raise_pending()
-        values, x_sf = x if isinstance(x, tuple) else (x, None)
-        rows = self._arguments.tokens(values, x_sf, topk_ids, topk_weights)
+        x_sf = None
+        if isinstance(x, tuple):
+            if len(x) != 2:
+                raise InputError(f"x is a tuple of {len(x)}; give a tensor or (values, scale factors)")
+            x, x_sf = x
+        tokens, count_pointer = self._arguments.tokens(x, x_sf, topk_ids, topk_weights), 0
         if out is None:
-            out = torch.empty((rows, self.shape.hidden), dtype=torch.bfloat16, device=values.device)
+            out = self._like_output.new_empty(tokens, self._hidden)  # takes less time than torch.empty
         else:
-            self._arguments.output(out, rows)
-        tokens, count_pointer = rows, 0
+            self._arguments.output(out, tokens)
         if num_tokens is not None:
-            tokens, count_pointer = self._arguments.count(num_tokens, rows)
-        return QueuedCall(values, x_sf, topk_ids, topk_weights, out, rows, tokens, count_pointer)
+            tokens, count_pointer = self._arguments.count(num_tokens, tokens)
+        launcher = self._launchers[bisect_left(self._limits, tokens)]
+        launcher.set_call(out, tokens, count_pointer)
+        if not tokens or (x_sf is not None and self._in_place(x, x_sf, topk_ids, topk_weights)):
+            return out, (launcher,)
+        quantize = self._quantize
+        assert quantize is not None
+        quantize.set_call(x, x_sf, topk_ids, topk_weights, tokens, count_pointer)
+        return out, (quantize, launcher)
 
-    def queue(self, call: QueuedCall, stream: int) -> None:
+    def queue(self, launchers: tuple[Launcher, ...], stream: int) -> None:
         """The second half: launches only, on a stream given by the driver's handle."""
-        if call.tokens and not self._in_place(call):
-            assert self._quantize is not None
-            x, x_sf = call.x, call.x_sf
-            self._quantize(
-                x.data_ptr(),
-                0 if x_sf is None else x_sf.data_ptr(),
-                ArgumentCheck.row_bytes(x, call.rows),
-                call.topk_ids.data_ptr(),
-                call.topk_weights.data_ptr(),
-                wide_ids=call.topk_ids.dtype is torch.int64,
-                bf16_weights=call.topk_weights.dtype is torch.bfloat16,
-                tokens=call.tokens,
-                count_pointer=call.count_pointer,
-                stream=stream,
-            )
-        launcher = self._launchers[bisect_left(self._limits, call.tokens)]
-        launcher(call.output.data_ptr(), call.tokens, call.count_pointer, stream)
+        for launcher in launchers:
+            launcher.launch(stream)
         self.buffer.last_stream = stream
 
     def inputs(self, tokens: int) -> Inputs:
@@ -332,12 +322,9 @@ class MegaMoE:
             raise InputError("the layer has no weights; call load_weights first")
         self.prepare()
 
-    def _in_place(self, call: QueuedCall) -> bool:
+    def _in_place(self, *inputs: torch.Tensor) -> bool:
         """Whether all inputs are the views that ``inputs`` gives."""
-        if call.x_sf is None:
-            return False
-        given = (call.x, call.x_sf, call.topk_ids, call.topk_weights)
-        return tuple(tensor.data_ptr() for tensor in given) == self.buffer.input_addresses
+        return tuple(tensor.data_ptr() for tensor in inputs) == self.buffer.input_addresses
 
     def _raise_pending(self) -> None:
         error = self.buffer.pending_error(self.timeout)

@@ -124,12 +124,13 @@ class LocalGroup(Sequence[MegaMoE]):
         launched = range(count) if ranks is None else ranks
         for rank in launched:
             self.streams[rank].wait_event(ready)
-            self.layers[rank].queue(calls[rank], self.streams[rank].cuda_stream)
+            _, launchers = calls[rank]
+            self.layers[rank].queue(launchers, self.streams[rank].cuda_stream)
         for rank in launched:
             current.wait_event(self.streams[rank].record_event())
         if any(layer.debug for layer in self.layers):
             self.check()
-        return [call.output for call in calls]
+        return [output for output, _ in calls]
 
     def check(self) -> None:
         """Check every rank; the first error that is not merely a peer's is raised."""

@@ -16,7 +16,7 @@ from megagen.runtime.driver import Gpu, private_stream, require_gpu
 from megagen.runtime.patience import Progress, wait_for_streams
 from megagen.runtime.peers import OneProcess, Peers, agree_on, peers_of, together
 from megagen.runtime.status import StatusBlock, peer_aborted
-from megagen.runtime.topology import RankPlace, check_one_domain, place_of
+from megagen.runtime.topology import check_one_domain, place_of
 from megagen.shape import MoEShape
 
 START_MARGIN_S = 5.0
@@ -83,9 +83,9 @@ class SymmBuffer:
         )
         contract = contracts[peers.rank]
         agree_on(contract, peers)
-        found = together(peers, "looking for its GPU", lambda: _locate(device))
-        gpu = found[peers.rank][0]
-        check_one_domain([place for _, place in found])
+        gpu = together(peers, "looking for its GPU", lambda: require_gpu(device))[peers.rank]
+        if peers.ranks > 1:  # asking NVML takes time
+            check_one_domain(together(peers, "looking where its GPU is", lambda: place_of(gpu)))
         if group is not None and peers.ranks > 1:
             memory, self._handle, offsets = _rendezvous(contract, group, peers, gpu)
         else:
@@ -249,12 +249,6 @@ def _contract(
         Contract(shape, ranks, max_tokens)  # what is wrong with it does not depend on the GPU
         format = default_format(require_gpu(device).arch.name)
     return Contract(shape, ranks, max_tokens, format)
-
-
-def _locate(device: torch.device | str | int | None) -> tuple[Gpu, RankPlace]:
-    """This rank's GPU, and where that is."""
-    gpu = require_gpu(device)
-    return gpu, place_of(gpu)
 
 
 def _zeros(size: int, gpu: Gpu) -> torch.Tensor:

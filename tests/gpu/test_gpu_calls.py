@@ -1,6 +1,7 @@
 """The layer's interface on one GPU: inputs of all kinds, graphs, shared buffers, many launches, host cost."""
 
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -252,20 +253,25 @@ def test_layer_on_another_gpu_than_the_current_one(weights: ExpertWeights) -> No
 # Host side
 
 
-def test_host_cost_of_a_warm_call(moe: MegaMoE) -> None:
+@pytest.mark.parametrize("given", [False, True], ids=["without out", "with out"])
+def test_host_cost_of_a_warm_call(moe: MegaMoE, given: bool) -> None:
+    """The middle one of five means of 100 calls each, since other work shares the CPU."""
     inputs = make_inputs(SHAPE, 8)
+    options = {"out": torch.empty_like(inputs.x)} if given else {}
     for _ in range(20):
-        moe(*inputs)
+        moe(*inputs, **options)
     moe.check()
     costs = []
     for _ in range(5):
         start = time.perf_counter()
         for _ in range(100):
-            moe(*inputs)
+            moe(*inputs, **options)
         costs.append((time.perf_counter() - start) / 100 * 1e6)
         moe.check()
-    print(f"host cost of a warm eager call: {min(costs):.1f} us (of {len(costs)} means: {costs})")
-    assert min(costs) <= HOST_LIMIT_US
+    means = ", ".join(f"{cost:.1f}" for cost in costs)
+    cost = statistics.median(costs)
+    print(f"host cost of a warm eager call, out given: {given}: {cost:.1f} us, median of {means}")
+    assert cost <= HOST_LIMIT_US, means
 
 
 def test_warm_start(moe: MegaMoE) -> None:
