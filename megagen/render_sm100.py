@@ -1,4 +1,4 @@
-"""What the templates take of a Blackwell plan: its own constants, and what the common templates call things."""
+"""What the templates take of a Blackwell plan: its constants, and what the common templates call things."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def expert_weights(shape: MoEShape, format: str = "fp8_block") -> ExpertWeights:
 
 
 def expected_matrix_operations(case: Case) -> int:
-    """MMA instructions of all launches of a case, WGMMAs counted per warpgroup: the measure of its progress."""
+    """MMA instructions of all launches of a case, WGMMAs per warpgroup: the measure of its progress."""
     total = 0
     for launch in range(case.launches):
         ids, weights = (torch.cat(parts) for parts in list(zip(*case.inputs(launch)))[1:])

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from megagen.contract import Contract
 from megagen.emulator.cases import Case
 from megagen.planning import KernelPlan, make_plan
-from megagen.planning.rules import COMBINE_COLUMNS
 from megagen.planning.planner import default_format, ladder_of
+from megagen.planning.rules import COMBINE_COLUMNS
 from megagen.shape import MoEShape
 
 RANKS = (1, 2, 3, 4, 8)

@@ -172,8 +172,10 @@ class KernelPlan(ABC):
         return params_fields(self.contract.ranks, self.trace)
 
     def weight_params(self, addresses: Mapping[str, int]) -> dict[str, int | TensorMap]:
-        """The fields of it that say where the weights are, of the addresses of ``w13``, ``w13_sf``, ``w2`` and
-        ``w2_sf``."""
+        """The fields of it that say where the weights are.
+
+        `addresses`: of ``w13``, ``w13_sf``, ``w2`` and ``w2_sf``.
+        """
         return dict(addresses)
 
     # -- identity

@@ -173,5 +173,5 @@ def test_plans_of_ranks_agree_on_the_workspace() -> None:
 
 def test_other_formats_need_other_weights() -> None:
     plan = make_plan(contract(ranks=1), "sm100", 16, sms=2)
-    with pytest.raises((InputError, EmulatorError), match="w13 has dtype torch.float8_e4m3fn"):
+    with pytest.raises((InputError, EmulatorError), match=r"w13 has dtype torch\.float8_e4m3fn"):
         EmulatedLayer(plan.contract, [Kernel.of(plan)], [2], expert_weights(MICRO))
