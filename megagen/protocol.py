@@ -117,6 +117,8 @@ def params_fields(ranks: int, trace: bool = False, tensor_maps: bool = False) ->
     `tensor_maps`: weights are read through tensor maps (Blackwell) instead of by address.
     """
     records = "trace records, [SMs][warps][TRACE_CAPACITY] of u32 {ns, SM clock, state, argument}"
+    maps: tuple[Field, ...] = ()
+    weights: tuple[Field, ...]
     if tensor_maps:
         maps = (
             Field("w13_map", "TensorMap", "gate and up weights, unpacked by the copy"),
@@ -127,7 +129,6 @@ def params_fields(ranks: int, trace: bool = False, tensor_maps: bool = False) ->
             Field("w2_sf", "u64", "scale factors of w2, kernel layout"),
         )
     else:
-        maps = ()
         weights = (
             Field("w13", "u64", "gate and up weights, kernel layout"),
             Field("w13_sf", "u64", "their scale factors, (gate, up) pairs"),

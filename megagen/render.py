@@ -16,7 +16,7 @@ from megagen.constants import Constant, ConstantGroup
 from megagen.contract import SF_BLOCK, Contract, Layout
 from megagen.files import templates_dir
 from megagen.planning.plan import BLOCK_K, EARLY_UNITS, ORDER_SLOTS, TILE_SLOTS, KernelPlan
-from megagen.planning.sm90 import BLOCK_N, MATH_WARPS, PULL_BUFFERS, WARP_STAGING_BYTES
+from megagen.planning.sm90 import BLOCK_N, MATH_WARPS, PULL_BUFFERS, WARP_STAGING_BYTES, Sm90Plan
 from megagen.planning.sm100 import Sm100Plan
 from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, Awaited, RoleId, TraceState
 from megagen.render_sm100 import (
@@ -227,8 +227,11 @@ def _used_names(pieces: list[_Piece]) -> set[str]:
 
 def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
     """The numbers of a plan as named constants, in the order in which a reader wants them."""
-    tiles = sm100_tiles(plan) if isinstance(plan, Sm100Plan) else _tile_constants(plan)
-    threads = sm100_threads(plan) if isinstance(plan, Sm100Plan) else _thread_constants(plan)
+    if isinstance(plan, Sm100Plan):
+        tiles, threads = sm100_tiles(plan), sm100_threads(plan)
+    else:
+        assert isinstance(plan, Sm90Plan)
+        tiles, threads = _sm90_tiles(plan), _sm90_threads(plan)
     return (
         ConstantGroup("problem", _problem_constants(plan)),
         ConstantGroup("tiles and load pipeline", tiles),
@@ -259,7 +262,7 @@ def _problem_constants(plan: KernelPlan) -> tuple[Constant, ...]:
     )
 
 
-def _tile_constants(plan: KernelPlan) -> tuple[Constant, ...]:
+def _sm90_tiles(plan: Sm90Plan) -> tuple[Constant, ...]:
     half_rows = 128 if plan.operand_order == "tokens_on_m" else 64  # weight rows of half a warpgroup's part
     return (
         Constant("BLOCK_M", plan.block_m, "token rows of a tile"),
@@ -314,7 +317,7 @@ def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
     )
 
 
-def _thread_constants(plan: KernelPlan) -> tuple[Constant, ...]:
+def _sm90_threads(plan: Sm90Plan) -> tuple[Constant, ...]:
     roles = {role.name: role for role in plan.roles}
     return (
         Constant("THREADS", plan.threads),

@@ -445,8 +445,8 @@ def test_planning_imports_neither_torch_nor_jinja2():
 @pytest.mark.parametrize(
     ("block_m", "columns", "tokens_staged", "sf_bytes", "tile_bytes"),
     [
-        (16, 64, 1024, 256, 2304),
-        (32, 128, 2048, 512, 4608),
+        (16, 128, 1024, 256, 2304),
+        (32, 256, 2048, 512, 4608),
         (64, 256, 4096, 512, 8704),
         (96, 256, 6144, 512, 12800),
         (128, 512, 8192, 512, 16896),
