@@ -1791,7 +1791,7 @@ DEVICE void multiply_stage(u32 smem, u32 tmem, u32 accumulator, u32 stage, bool 
 DEVICE void issue_tile(const Params& p, u32 smem, u32 tmem, Stage& stage, u32 accumulator, u32 k_blocks) {
     for (u32 k = 0; k < k_blocks; ++k) {
         wait_for_full_stage(p, smem, stage);
-        tcgen05_fence_after_sync();
+        tcgen05_fence_after_sync();  // and after the epilogues have read the accumulator
         copy_scale_factors(smem, tmem, stage.index);
         multiply_stage(smem, tmem, accumulator, stage.index, k == 0);
         tcgen05_commit(empty_barrier(smem, stage.index));
@@ -1811,7 +1811,6 @@ DEVICE void issue_mma_role(const Params& p, u32 smem, u32 tmem) {
         const u32 empty = smem + SMEM_TMEM_EMPTY + accumulator.index * sizeof(u64);
         wait_for_phase(p, empty, accumulator.parity ^ 1, ROLE_ISSUE_MMA, AWAITED_EMPTY_ACCUMULATOR,
                        accumulator.index);
-        tcgen05_fence_after_sync();
         issue_tile(p, smem, tmem, stage, accumulator.index, k_blocks_of(tile.phase == 1));
         accumulator.advance();
         slot.advance();
