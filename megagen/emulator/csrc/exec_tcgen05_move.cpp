@@ -28,33 +28,32 @@ enum : uint16_t { kPacked = 1, kReduce = 2, kMax = 4, kAbs = 8, kNan = 16 };
 struct Fragment32 {
   tg::MoveShape shape;
   int registers;
-  bool packed;  // two columns of 16 bits per register
-  uint32_t split;
-  TensorAddress base;
+  bool packed;       // two columns of 16 bits per register
+  uint32_t base[2];  // addresses of the first and, where there is one, of the second access
 
   Fragment32(const Exec& x, const Instr& i)
-      : shape(static_cast<tg::MoveShape>(i.choice)),
-        registers(i.vector),
-        packed(i.flags & kPacked),
-        split(static_cast<uint32_t>(i.offset[0])),
-        base(uniform_value(x, i.op[1], "tensor memory address") + static_cast<uint32_t>(i.imm)) {
+      : shape(static_cast<tg::MoveShape>(i.choice)), registers(i.vector), packed(i.flags & kPacked) {
+    base[0] = uniform_value(x, i.op[1], "tensor memory address") + static_cast<uint32_t>(i.imm);
+    base[1] = base[0] + static_cast<uint32_t>(i.offset[0]);
+    require_quarter(x, TensorAddress(base[0]));
+    require_quarter(x, TensorAddress(base[1]));
+  }
+  void require_quarter(const Exec& x, TensorAddress address) const {
     const uint32_t rows = shape == tg::MoveShape::L32x32b ? 32 : 16;
     const auto quarter = static_cast<uint32_t>(x.w.index % 4);
-    if (base.lane / kTensorQuarter != quarter || base.lane % rows) {
-      fail(ErrorKind::MemoryFault,
-           format(
-               "tensor memory lanes %u to %u: warp %d reaches lanes %u to %u only, from a multiple of %u on",
-               base.lane, base.lane + rows - 1, x.w.index, quarter * kTensorQuarter,
-               quarter * kTensorQuarter + kTensorQuarter - 1, rows));
-    }
+    if (address.lane / kTensorQuarter == quarter && address.lane % rows == 0) return;
+    fail(ErrorKind::MemoryFault,
+         format("tensor memory lanes %u to %u: warp %d reaches lanes %u to %u only, from a multiple of %u on",
+                address.lane, address.lane + rows - 1, x.w.index, quarter * kTensorQuarter,
+                quarter * kTensorQuarter + kTensorQuarter - 1, rows));
   }
   uint32_t columns() const { return packed ? 2 : 1; }
   /// First column and lane of a thread's register.
   TensorAddress at(int thread, int r) const {
     const tg::Cell cell = tg::move_cell(shape, thread, r);
-    TensorAddress out = base;
+    TensorAddress out(base[cell.half]);
     out.lane += cell.lane;
-    out.column += cell.column * columns() + cell.half * split;
+    out.column += cell.column * columns();
     return out;
   }
 };
