@@ -348,6 +348,7 @@ void require_initialized(const Exec& x, const Place& p, int lane) {
          "the commit to the " + mbarrier_text(b) + " isn't ordered after its initialization");
 }
 
+/// Arrives once all earlier operations of the thread have executed and its earlier commits have arrived.
 void commit(Exec& x, const Instr& i) {
   const int lane = single_lane(x);
   x.require_defined(i.op[1], "mbarrier address");
@@ -355,6 +356,7 @@ void commit(Exec& x, const Instr& i) {
   const auto places = targets(x, i, lane);
   const Warp::TensorOrder& own = tensor_order(x.w, lane);
   Clock released = x.clock_of(lane);
+  released.join(own.before);
   released.before.join(own.tracked);
   released.tensor.join(own.tracked);
   released.tensor.join(own.after);
@@ -363,7 +365,8 @@ void commit(Exec& x, const Instr& i) {
     require_initialized(x, p, lane);
     auto op = new_tensor_op(x, i, lane, TensorKind::Commit, {p.region->cta});
     for (const auto& earlier : live) {
-      if (earlier->warp != &x.w || earlier->lane != lane || earlier->kind >= TensorKind::Load) continue;
+      const bool tracked = earlier->kind < TensorKind::Load || earlier->kind == TensorKind::Commit;
+      if (earlier->warp != &x.w || earlier->lane != lane || !tracked) continue;
       earlier->next.push_back(op);
       ++op->waits;
     }

@@ -135,6 +135,7 @@ std::shared_ptr<TensorOp> new_tensor_op(Exec& x, const Instr& i, int lane, Tenso
   stream.recent.push_back({op->count, lane, op->order.before});
   if (stream.recent.size() > kRecent) stream.recent.pop_front();
   own.after.learn(op->issued, 1u << lane, op->count);
+  own.before = op->clock;
   own.tracked.join(op->order.before);
   own.tracked.learn(op->done, 1u << lane, op->count);
   return op;
