@@ -8,22 +8,6 @@
 
 namespace megagen::emulator {
 
-void require_whole_warp(const Exec& x) {
-  if (x.mask != kAllLanes)
-    fail(ErrorKind::Emulator, "this tcgen05 instruction needs all lanes of the warp (undefined behaviour)");
-}
-
-/// The value that all lanes give for an operand.
-uint32_t uniform_value(const Exec& x, const Ref& r, const char* role) {
-  x.require_defined(r, role);
-  const uint64_t first = x.value(r, __builtin_ctz(x.mask));
-  for (Mask rest = x.mask; rest; rest &= rest - 1) {
-    if (x.value(r, __builtin_ctz(rest)) != first)
-      fail(ErrorKind::Emulator, format("the %s differs among the lanes (undefined behaviour)", role));
-  }
-  return static_cast<uint32_t>(first);
-}
-
 namespace {
 
 // --- Allocation. op[1] address, op[2] columns, choice .cta_group ---
@@ -383,18 +367,17 @@ void decode_commit(Decoder& d, Instr& i) {
   i.fn = commit;
 }
 
-#define MEGAGEN_TCGEN05 "TensorCore 5th Generation Family Instructions: "
-#define GROUP "(.cta_group::1|.cta_group::2)"
 constexpr const char* kAlloc = MEGAGEN_TCGEN05 "Tensor Memory Allocation and Management Instructions";
 
 const Form kForms[] = {
-    {"tcgen05(.alloc)" GROUP "(.sync)(.aligned){.shared::cta}(.b32)", kAlloc, decode_alloc},
-    {"tcgen05(.dealloc)" GROUP "(.sync)(.aligned)(.b32)", kAlloc, decode_dealloc},
-    {"tcgen05(.relinquish_alloc_permit)" GROUP "(.sync)(.aligned)", kAlloc, decode_relinquish},
+    {"tcgen05(.alloc)" MEGAGEN_CTA_GROUP "(.sync)(.aligned){.shared::cta}(.b32)", kAlloc, decode_alloc},
+    {"tcgen05(.dealloc)" MEGAGEN_CTA_GROUP "(.sync)(.aligned)(.b32)", kAlloc, decode_dealloc},
+    {"tcgen05(.relinquish_alloc_permit)" MEGAGEN_CTA_GROUP "(.sync)(.aligned)", kAlloc, decode_relinquish},
     {"tcgen05(.fence::before_thread_sync|.fence::after_thread_sync)", MEGAGEN_TCGEN05 "tcgen05.fence",
      decode_fence},
     {"tcgen05(.wait::ld|.wait::st)(.sync)(.aligned)", MEGAGEN_TCGEN05 "tcgen05.wait", decode_wait},
-    {"tcgen05(.commit)" GROUP "(.mbarrier::arrive::one){.shared::cluster}{.multicast::cluster}(.b64)",
+    {"tcgen05(.commit)" MEGAGEN_CTA_GROUP
+     "(.mbarrier::arrive::one){.shared::cluster}{.multicast::cluster}(.b64)",
      MEGAGEN_TCGEN05 "tcgen05.commit", decode_commit},
 };
 

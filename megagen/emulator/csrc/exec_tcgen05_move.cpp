@@ -12,9 +12,6 @@
 
 namespace megagen::emulator {
 
-void require_whole_warp(const Exec& x);  // exec_tcgen05_memory.cpp
-uint32_t uniform_value(const Exec& x, const Ref& r, const char* role);
-
 namespace {
 
 namespace tg = megagen::tcgen05;
@@ -326,8 +323,6 @@ void decode_shift(Decoder& d, Instr& i) {
   i.fn = shift;
 }
 
-#define MEGAGEN_TCGEN05 "TensorCore 5th Generation Family Instructions: "
-#define GROUP "(.cta_group::1|.cta_group::2)"
 #define FORMATS "{.b8x16}{.b6x16_p32|.b4x16_p64}"
 #define NUM "(.x1|.x2|.x4|.x8|.x16|.x32|.x64|.x128)"
 #define SHAPES "(.16x64b|.16x128b|.16x256b|.32x32b|.16x32bx2)"
@@ -341,11 +336,11 @@ const Form kForms[] = {
      decode_load},
     {"tcgen05(.ld)(.red)(.sync)(.aligned)(.32x32b|.16x32bx2)" NUM "(.min|.max)(.u32|.s32)", kLd, decode_load},
     {"tcgen05(.st)(.sync)(.aligned)" SHAPES NUM "{.unpack::16b}(.b32)", kSt, decode_store},
-    {"tcgen05(.cp)" GROUP "(.128x256b|.4x256b|.128x128b)" FORMATS, kCp, decode_copy},
-    {"tcgen05(.cp)" GROUP "(.64x128b)(.warpx2::02_13|.warpx2::01_23)" FORMATS, kCp, decode_copy},
-    {"tcgen05(.cp)" GROUP "(.32x128b)(.warpx4)" FORMATS, kCp, decode_copy},
-    {"tcgen05(.shift)" GROUP "(.down)", MEGAGEN_TCGEN05 "tcgen05.shift", decode_shift},
-    {"tcgen05(.shift)(.down)" GROUP, MEGAGEN_TCGEN05 "tcgen05.shift", decode_shift},
+    {"tcgen05(.cp)" MEGAGEN_CTA_GROUP "(.128x256b|.4x256b|.128x128b)" FORMATS, kCp, decode_copy},
+    {"tcgen05(.cp)" MEGAGEN_CTA_GROUP "(.64x128b)(.warpx2::02_13|.warpx2::01_23)" FORMATS, kCp, decode_copy},
+    {"tcgen05(.cp)" MEGAGEN_CTA_GROUP "(.32x128b)(.warpx4)" FORMATS, kCp, decode_copy},
+    {"tcgen05(.shift)" MEGAGEN_CTA_GROUP "(.down)", MEGAGEN_TCGEN05 "tcgen05.shift", decode_shift},
+    {"tcgen05(.shift)(.down)" MEGAGEN_CTA_GROUP, MEGAGEN_TCGEN05 "tcgen05.shift", decode_shift},
 };
 
 }  // namespace

@@ -197,6 +197,21 @@ int single_lane(const Exec& x) {
   return __builtin_ctz(x.mask);
 }
 
+void require_whole_warp(const Exec& x) {
+  if (x.mask != kAllLanes)
+    fail(ErrorKind::Emulator, "this tcgen05 instruction needs all lanes of the warp (undefined behaviour)");
+}
+
+uint32_t uniform_value(const Exec& x, const Ref& r, const char* role) {
+  x.require_defined(r, role);
+  const uint64_t first = x.value(r, __builtin_ctz(x.mask));
+  for (Mask rest = x.mask; rest; rest &= rest - 1) {
+    if (x.value(r, __builtin_ctz(rest)) != first)
+      fail(ErrorKind::Emulator, format("the %s differs among the lanes (undefined behaviour)", role));
+  }
+  return static_cast<uint32_t>(first);
+}
+
 int group_of(const Decoder& d) { return d.has(".cta_group::2") ? 2 : 1; }
 
 }  // namespace megagen::emulator
