@@ -8,22 +8,6 @@
 
 namespace megagen::emulator {
 
-void require_whole_warp(const Exec& x) {
-  if (x.mask != kAllLanes)
-    fail(ErrorKind::Emulator, "this tcgen05 instruction needs all lanes of the warp (undefined behaviour)");
-}
-
-/// The value that all lanes give for an operand.
-uint32_t uniform_value(const Exec& x, const Ref& r, const char* role) {
-  x.require_defined(r, role);
-  const uint64_t first = x.value(r, __builtin_ctz(x.mask));
-  for (Mask rest = x.mask; rest; rest &= rest - 1) {
-    if (x.value(r, __builtin_ctz(rest)) != first)
-      fail(ErrorKind::Emulator, format("the %s differs among the lanes (undefined behaviour)", role));
-  }
-  return static_cast<uint32_t>(first);
-}
-
 namespace {
 
 // --- Allocation. op[1] address, op[2] columns, choice .cta_group ---
@@ -348,6 +332,7 @@ void require_initialized(const Exec& x, const Place& p, int lane) {
          "the commit to the " + mbarrier_text(b) + " isn't ordered after its initialization");
 }
 
+/// Arrives once all earlier operations of the thread have executed and its earlier commits have arrived.
 void commit(Exec& x, const Instr& i) {
   const int lane = single_lane(x);
   x.require_defined(i.op[1], "mbarrier address");
@@ -355,6 +340,7 @@ void commit(Exec& x, const Instr& i) {
   const auto places = targets(x, i, lane);
   const Warp::TensorOrder& own = tensor_order(x.w, lane);
   Clock released = x.clock_of(lane);
+  released.join(own.before);
   released.before.join(own.tracked);
   released.tensor.join(own.tracked);
   released.tensor.join(own.after);
@@ -363,7 +349,8 @@ void commit(Exec& x, const Instr& i) {
     require_initialized(x, p, lane);
     auto op = new_tensor_op(x, i, lane, TensorKind::Commit, {p.region->cta});
     for (const auto& earlier : live) {
-      if (earlier->warp != &x.w || earlier->lane != lane || earlier->kind >= TensorKind::Load) continue;
+      const bool tracked = earlier->kind < TensorKind::Load || earlier->kind == TensorKind::Commit;
+      if (earlier->warp != &x.w || earlier->lane != lane || !tracked) continue;
       earlier->next.push_back(op);
       ++op->waits;
     }
@@ -380,18 +367,17 @@ void decode_commit(Decoder& d, Instr& i) {
   i.fn = commit;
 }
 
-#define MEGAGEN_TCGEN05 "TensorCore 5th Generation Family Instructions: "
-#define GROUP "(.cta_group::1|.cta_group::2)"
 constexpr const char* kAlloc = MEGAGEN_TCGEN05 "Tensor Memory Allocation and Management Instructions";
 
 const Form kForms[] = {
-    {"tcgen05(.alloc)" GROUP "(.sync)(.aligned){.shared::cta}(.b32)", kAlloc, decode_alloc},
-    {"tcgen05(.dealloc)" GROUP "(.sync)(.aligned)(.b32)", kAlloc, decode_dealloc},
-    {"tcgen05(.relinquish_alloc_permit)" GROUP "(.sync)(.aligned)", kAlloc, decode_relinquish},
+    {"tcgen05(.alloc)" MEGAGEN_CTA_GROUP "(.sync)(.aligned){.shared::cta}(.b32)", kAlloc, decode_alloc},
+    {"tcgen05(.dealloc)" MEGAGEN_CTA_GROUP "(.sync)(.aligned)(.b32)", kAlloc, decode_dealloc},
+    {"tcgen05(.relinquish_alloc_permit)" MEGAGEN_CTA_GROUP "(.sync)(.aligned)", kAlloc, decode_relinquish},
     {"tcgen05(.fence::before_thread_sync|.fence::after_thread_sync)", MEGAGEN_TCGEN05 "tcgen05.fence",
      decode_fence},
     {"tcgen05(.wait::ld|.wait::st)(.sync)(.aligned)", MEGAGEN_TCGEN05 "tcgen05.wait", decode_wait},
-    {"tcgen05(.commit)" GROUP "(.mbarrier::arrive::one){.shared::cluster}{.multicast::cluster}(.b64)",
+    {"tcgen05(.commit)" MEGAGEN_CTA_GROUP
+     "(.mbarrier::arrive::one){.shared::cluster}{.multicast::cluster}(.b64)",
      MEGAGEN_TCGEN05 "tcgen05.commit", decode_commit},
 };
 

@@ -366,8 +366,6 @@ void decode_mma(Decoder& d, Instr& i) {
   i.fn = mma;
 }
 
-#define MEGAGEN_TCGEN05 "TensorCore 5th Generation Family Instructions: "
-#define GROUP "(.cta_group::1|.cta_group::2)"
 #define COLLECTOR_A "{.collector::a::fill|.collector::a::use|.collector::a::lastuse|.collector::a::discard}"
 #define COLLECTOR(N)                                                                                 \
   ".collector::b" #N "::fill|.collector::b" #N "::use|.collector::b" #N "::lastuse|.collector::b" #N \
@@ -376,12 +374,13 @@ void decode_mma(Decoder& d, Instr& i) {
 constexpr const char* kMma = MEGAGEN_TCGEN05 "tcgen05.mma";
 
 const Form kForms[] = {
-    {"tcgen05(.mma)" GROUP "(.kind::f16|.kind::tf32|.kind::f8f6f4|.kind::i8)" COLLECTOR_A, kMma, decode_mma},
-    {"tcgen05(.mma)" GROUP "(.kind::mxf8f6f4)(.block_scale){.scale_vec::1X|.block32}" COLLECTOR_A, kMma,
+    {"tcgen05(.mma)" MEGAGEN_CTA_GROUP "(.kind::f16|.kind::tf32|.kind::f8f6f4|.kind::i8)" COLLECTOR_A, kMma,
      decode_mma},
-    {"tcgen05(.mma)" GROUP "(.kind::mxf4)(.block_scale){.scale_vec::2X|.block32}" COLLECTOR_A, kMma,
-     decode_mma},
-    {"tcgen05(.mma)" GROUP
+    {"tcgen05(.mma)" MEGAGEN_CTA_GROUP "(.kind::mxf8f6f4)(.block_scale){.scale_vec::1X|.block32}" COLLECTOR_A,
+     kMma, decode_mma},
+    {"tcgen05(.mma)" MEGAGEN_CTA_GROUP "(.kind::mxf4)(.block_scale){.scale_vec::2X|.block32}" COLLECTOR_A,
+     kMma, decode_mma},
+    {"tcgen05(.mma)" MEGAGEN_CTA_GROUP
      "(.kind::mxf4nvf4)(.block_scale)(.scale_vec::2X|.scale_vec::4X|.block16|.block32)" COLLECTOR_A,
      kMma, decode_mma},
     {"tcgen05(.mma)(.ws)(.cta_group::1)(.kind::f16|.kind::tf32|.kind::f8f6f4|.kind::i8)" COLLECTOR_B,

@@ -12,9 +12,6 @@
 
 namespace megagen::emulator {
 
-void require_whole_warp(const Exec& x);  // exec_tcgen05_memory.cpp
-uint32_t uniform_value(const Exec& x, const Ref& r, const char* role);
-
 namespace {
 
 namespace tg = megagen::tcgen05;
@@ -28,33 +25,32 @@ enum : uint16_t { kPacked = 1, kReduce = 2, kMax = 4, kAbs = 8, kNan = 16 };
 struct Fragment32 {
   tg::MoveShape shape;
   int registers;
-  bool packed;  // two columns of 16 bits per register
-  uint32_t split;
-  TensorAddress base;
+  bool packed;       // two columns of 16 bits per register
+  uint32_t base[2];  // addresses of the first and, where there is one, of the second access
 
   Fragment32(const Exec& x, const Instr& i)
-      : shape(static_cast<tg::MoveShape>(i.choice)),
-        registers(i.vector),
-        packed(i.flags & kPacked),
-        split(static_cast<uint32_t>(i.offset[0])),
-        base(uniform_value(x, i.op[1], "tensor memory address") + static_cast<uint32_t>(i.imm)) {
+      : shape(static_cast<tg::MoveShape>(i.choice)), registers(i.vector), packed(i.flags & kPacked) {
+    base[0] = uniform_value(x, i.op[1], "tensor memory address") + static_cast<uint32_t>(i.imm);
+    base[1] = base[0] + static_cast<uint32_t>(i.offset[0]);
+    require_quarter(x, TensorAddress(base[0]));
+    require_quarter(x, TensorAddress(base[1]));
+  }
+  void require_quarter(const Exec& x, TensorAddress address) const {
     const uint32_t rows = shape == tg::MoveShape::L32x32b ? 32 : 16;
     const auto quarter = static_cast<uint32_t>(x.w.index % 4);
-    if (base.lane / kTensorQuarter != quarter || base.lane % rows) {
-      fail(ErrorKind::MemoryFault,
-           format(
-               "tensor memory lanes %u to %u: warp %d reaches lanes %u to %u only, from a multiple of %u on",
-               base.lane, base.lane + rows - 1, x.w.index, quarter * kTensorQuarter,
-               quarter * kTensorQuarter + kTensorQuarter - 1, rows));
-    }
+    if (address.lane / kTensorQuarter == quarter && address.lane % rows == 0) return;
+    fail(ErrorKind::MemoryFault,
+         format("tensor memory lanes %u to %u: warp %d reaches lanes %u to %u only, from a multiple of %u on",
+                address.lane, address.lane + rows - 1, x.w.index, quarter * kTensorQuarter,
+                quarter * kTensorQuarter + kTensorQuarter - 1, rows));
   }
   uint32_t columns() const { return packed ? 2 : 1; }
   /// First column and lane of a thread's register.
   TensorAddress at(int thread, int r) const {
     const tg::Cell cell = tg::move_cell(shape, thread, r);
-    TensorAddress out = base;
+    TensorAddress out(base[cell.half]);
     out.lane += cell.lane;
-    out.column += cell.column * columns() + cell.half * split;
+    out.column += cell.column * columns();
     return out;
   }
 };
@@ -327,8 +323,6 @@ void decode_shift(Decoder& d, Instr& i) {
   i.fn = shift;
 }
 
-#define MEGAGEN_TCGEN05 "TensorCore 5th Generation Family Instructions: "
-#define GROUP "(.cta_group::1|.cta_group::2)"
 #define FORMATS "{.b8x16}{.b6x16_p32|.b4x16_p64}"
 #define NUM "(.x1|.x2|.x4|.x8|.x16|.x32|.x64|.x128)"
 #define SHAPES "(.16x64b|.16x128b|.16x256b|.32x32b|.16x32bx2)"
@@ -342,11 +336,11 @@ const Form kForms[] = {
      decode_load},
     {"tcgen05(.ld)(.red)(.sync)(.aligned)(.32x32b|.16x32bx2)" NUM "(.min|.max)(.u32|.s32)", kLd, decode_load},
     {"tcgen05(.st)(.sync)(.aligned)" SHAPES NUM "{.unpack::16b}(.b32)", kSt, decode_store},
-    {"tcgen05(.cp)" GROUP "(.128x256b|.4x256b|.128x128b)" FORMATS, kCp, decode_copy},
-    {"tcgen05(.cp)" GROUP "(.64x128b)(.warpx2::02_13|.warpx2::01_23)" FORMATS, kCp, decode_copy},
-    {"tcgen05(.cp)" GROUP "(.32x128b)(.warpx4)" FORMATS, kCp, decode_copy},
-    {"tcgen05(.shift)" GROUP "(.down)", MEGAGEN_TCGEN05 "tcgen05.shift", decode_shift},
-    {"tcgen05(.shift)(.down)" GROUP, MEGAGEN_TCGEN05 "tcgen05.shift", decode_shift},
+    {"tcgen05(.cp)" MEGAGEN_CTA_GROUP "(.128x256b|.4x256b|.128x128b)" FORMATS, kCp, decode_copy},
+    {"tcgen05(.cp)" MEGAGEN_CTA_GROUP "(.64x128b)(.warpx2::02_13|.warpx2::01_23)" FORMATS, kCp, decode_copy},
+    {"tcgen05(.cp)" MEGAGEN_CTA_GROUP "(.32x128b)(.warpx4)" FORMATS, kCp, decode_copy},
+    {"tcgen05(.shift)" MEGAGEN_CTA_GROUP "(.down)", MEGAGEN_TCGEN05 "tcgen05.shift", decode_shift},
+    {"tcgen05(.shift)(.down)" MEGAGEN_CTA_GROUP, MEGAGEN_TCGEN05 "tcgen05.shift", decode_shift},
 };
 
 }  // namespace

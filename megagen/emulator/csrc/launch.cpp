@@ -86,7 +86,7 @@ ModuleInstance* Machine::load(const std::string& ptx, const std::string& source)
     }
     auto& store = instance->constant_store[rank];
     uint8_t* bank = aligned(store, p.constants.size());
-    memcpy(bank, p.constants.data(), p.constants.size());
+    if (!p.constants.empty()) memcpy(bank, p.constants.data(), p.constants.size());
     for (const auto& use : p.symbol_uses) {
       const uint64_t value = addresses[static_cast<size_t>(use.global)] + static_cast<uint64_t>(use.addend);
       for (int l = 0; l < kLanes; ++l) memcpy(bank + use.constant + l * 8, &value, 8);

@@ -182,6 +182,7 @@ struct Warp {
   // tcgen05, per lane: what its next operation comes after, and what a commit says is complete.
   struct TensorOrder {
     VectorClock after, tracked;
+    Clock before;  // what the thread had done when it issued the latest
   };
   std::unique_ptr<TensorOrder[]> tensor_order;  // made on first use
   uint32_t tensor_loading = 0, tensor_storing = 0;

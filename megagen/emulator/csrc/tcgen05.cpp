@@ -135,6 +135,7 @@ std::shared_ptr<TensorOp> new_tensor_op(Exec& x, const Instr& i, int lane, Tenso
   stream.recent.push_back({op->count, lane, op->order.before});
   if (stream.recent.size() > kRecent) stream.recent.pop_front();
   own.after.learn(op->issued, 1u << lane, op->count);
+  own.before = op->clock;
   own.tracked.join(op->order.before);
   own.tracked.learn(op->done, 1u << lane, op->count);
   return op;
@@ -194,6 +195,21 @@ int single_lane(const Exec& x) {
                 "elect one",
                 __builtin_popcount(x.mask)));
   return __builtin_ctz(x.mask);
+}
+
+void require_whole_warp(const Exec& x) {
+  if (x.mask != kAllLanes)
+    fail(ErrorKind::Emulator, "this tcgen05 instruction needs all lanes of the warp (undefined behaviour)");
+}
+
+uint32_t uniform_value(const Exec& x, const Ref& r, const char* role) {
+  x.require_defined(r, role);
+  const uint64_t first = x.value(r, __builtin_ctz(x.mask));
+  for (Mask rest = x.mask; rest; rest &= rest - 1) {
+    if (x.value(r, __builtin_ctz(rest)) != first)
+      fail(ErrorKind::Emulator, format("the %s differs among the lanes (undefined behaviour)", role));
+  }
+  return static_cast<uint32_t>(first);
 }
 
 int group_of(const Decoder& d) { return d.has(".cta_group::2") ? 2 : 1; }

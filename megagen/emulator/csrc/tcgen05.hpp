@@ -63,6 +63,12 @@ void tensor_read_shared(TensorOp& op, Cta& cta, uint32_t address, uint8_t* data,
 
 /// The one lane that executes an instruction of single-thread semantics.
 int single_lane(const Exec& x);
+void require_whole_warp(const Exec& x);
+/// The value that all lanes give for an operand.
+uint32_t uniform_value(const Exec& x, const Ref& r, const char* role);
 int group_of(const Decoder& d);
+
+#define MEGAGEN_TCGEN05 "TensorCore 5th Generation Family Instructions: "
+#define MEGAGEN_CTA_GROUP "(.cta_group::1|.cta_group::2)"
 
 }  // namespace megagen::emulator
