@@ -65,7 +65,7 @@ def test_mix_of_a_blackwell_kernel(target):
     stages = mix.opcodes["UTCQMMA"] / plan.mmas_per_stage  # the compiler unrolls the loop over K blocks
     assert stages == int(stages) >= 1
     assert mix.opcodes["UTCCP"] == stages * (1 + plan.sf_atoms)
-    assert mix.opcodes["LDTM"] == 2 and mix.opcodes["UTMALDG"] == 1
+    assert mix.opcodes["LDTM"] == 2 and mix.opcodes["UTMALDG"] >= 1
     assert mix.opcodes["USETMAXREG"] == 3
     assert mix.by_category()["tensor core"] == mix.opcodes["UTCQMMA"]
 
