@@ -115,6 +115,8 @@ def sm100_tiles(plan: Sm100Plan) -> tuple[Constant, ...]:
         Constant("L1_STORES", plan.l2_arrivals, "stores that complete a block's intermediate rows"),
         Constant("L2_STORES", CLUSTER * plan.weight_layout.n_tiles2, "that complete a block's outputs"),
         Constant("EXPERTS_PER_WAVE", plan.experts_per_wave),
+        Constant("LIKELY_BLOCKS", plan.likely_blocks, "blocks of an expert, if routing is even"),
+        Constant("PREFETCH_BLOCKS", plan.prefetch_blocks, "K blocks of the first tile's weights fetched to L2"),
         Constant("STORE_ROWS", plan.store_rows, "tokens that an epilogue warpgroup stages at a time"),
         Constant("TOKEN_GROUPS", plan.store_rows // 8, "groups of 8 tokens among them"),
         Constant("STORE_BUFFERS", STORE_BUFFERS, "staging buffers per epilogue warpgroup"),

@@ -29,6 +29,7 @@ from megagen.planning.plan import (
 from megagen.planning.rules import choose_combine_columns, choose_experts_per_wave, choose_pull_bytes
 from megagen.planning.workload import (
     TILE_COST_ROWS,
+    likely_blocks,
     likely_rows_per_expert,
     padded_rows_cost,
     rows_per_expert,
@@ -46,6 +47,7 @@ UMMA_K = 32  # K of one instruction, and of one scale factor
 LADDER = (16, 32, 64, 96, 128, 192)  # BLOCK_M, which is UMMA_N
 LADDER_MULTIPLE = 384  # least common multiple of the ladder: pool rows are whole blocks of every plan
 MIN_STAGES, MAX_STAGES = 2, 12
+PREFETCH_BLOCKS = 16  # 148 SMs fill a sixth of an L2 cache of 126 MB with as many
 MAX_PULL_BYTES = 4096  # a dispatch warp's row buffer
 
 SF_BYTES = 4  # four UE8M0 scale factors, those of 128 of K
@@ -215,6 +217,11 @@ class Sm100Plan(KernelPlan):
     def sf_descriptor(self) -> int:
         """Matrix descriptor of an atom of scale factors for ``tcgen05.cp``, without the address."""
         return matrix_descriptor(stride_bytes=8 * 16, swizzle=0)
+
+    @property
+    def prefetch_blocks(self) -> int:
+        """K blocks of weights that a CTA fetches to the L2 cache before its first tile starts."""
+        return min(PREFETCH_BLOCKS, self.contract.shape.hidden // BLOCK_K)
 
     # -- epilogue
 
@@ -507,6 +514,7 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
         roles=roles,
         expected_tokens=tokens,
         combine_columns=columns,
+        likely_blocks=likely_blocks(contract, tokens, block_m),
     )
     plan.validate()
     tmem = " + ".join(str(region.columns) for region in plan.tmem)
