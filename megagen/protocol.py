@@ -35,8 +35,9 @@ class Awaited(IntEnum):
     PULLED_ROW = 8
     NUM_TOKENS_IN_RANGE = 9
     TILE_NUMBER = 10
-    FULL_ACCUMULATOR = 11
-    EMPTY_ACCUMULATOR = 12
+    PLACE_OF_BLOCK = 11
+    FULL_ACCUMULATOR = 12
+    EMPTY_ACCUMULATOR = 13
 
 
 class TraceState(IntEnum):
@@ -71,6 +72,7 @@ AWAITED_TEXT = {
     Awaited.PULLED_ROW: "a token row that is on its way",
     Awaited.NUM_TOKENS_IN_RANGE: "num_tokens within max_tokens",
     Awaited.TILE_NUMBER: "the next tile's number",
+    Awaited.PLACE_OF_BLOCK: "the L1 tiles of pool block {peer}, whose place another block takes",
     Awaited.FULL_ACCUMULATOR: "the result of the MMAs in accumulator {peer}",
     Awaited.EMPTY_ACCUMULATOR: "the release of accumulator {peer}",
 }

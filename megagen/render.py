@@ -15,7 +15,8 @@ from megagen import __version__, companion
 from megagen.constants import Constant, ConstantGroup
 from megagen.contract import SF_BLOCK, Contract, Layout
 from megagen.files import templates_dir
-from megagen.planning.plan import BLOCK_K, EARLY_UNITS, ORDER_SLOTS, TILE_SLOTS, KernelPlan
+from megagen.planning.plan import BLOCK_K, ORDER_SLOTS, TILE_SLOTS, KernelPlan
+from megagen.planning.rules import PANEL_BLOCKS
 from megagen.planning.sm90 import BLOCK_N, MATH_WARPS, PULL_BUFFERS, WARP_STAGING_BYTES, Sm90Plan
 from megagen.planning.sm100 import Sm100Plan
 from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, Awaited, RoleId, TraceState
@@ -73,6 +74,7 @@ def render(plan: KernelPlan) -> str:
             block_m=plan.block_m,
             hidden=contract.shape.hidden,
             top_k=contract.shape.top_k,
+            ring=plan.is_ring,
             step_columns=plan.combine_step_columns,
             constants=constants(plan),
             params=plan.params,
@@ -125,7 +127,10 @@ def _sm90_context(plan: KernelPlan) -> dict[str, Any]:
         "sf_zero": "0.0f",
         "sf_place": "pool_row % BLOCK_M * sizeof(float)",
         "wait_scope": "",
+        "l1_stores_of_block": "L1_N_TILES",
         "l2_stores_of_block": "L2_N_TILES",
+        "tile_worker": "blockIdx.x",
+        "tile_workers": "gridDim.x",
         "arrive_tile_empty": "mbarrier_arrive",
     }
 
@@ -263,6 +268,7 @@ def _problem_constants(plan: KernelPlan) -> tuple[Constant, ...]:
 
 
 def _sm90_tiles(plan: Sm90Plan) -> tuple[Constant, ...]:
+    early_stages = min(plan.stages, plan.contract.shape.hidden // BLOCK_K)
     half_rows = 128 if plan.operand_order == "tokens_on_m" else 64  # weight rows of half a warpgroup's part
     return (
         Constant("BLOCK_M", plan.block_m, "token rows of a tile"),
@@ -286,16 +292,17 @@ def _sm90_tiles(plan: Sm90Plan) -> tuple[Constant, ...]:
         Constant("L1_N_TILES", plan.weight_layout.n_tiles13, "tiles of BLOCK_N weight rows per expert"),
         Constant("L2_N_TILES", plan.weight_layout.n_tiles2, "tiles of BLOCK_N weight rows per expert"),
         Constant("EXPERTS_PER_WAVE", plan.experts_per_wave),
-        Constant("LIKELY_BLOCKS", plan.likely_blocks, "blocks of an expert, if routing is even"),
-        Constant("PREFETCH_BLOCKS", plan.prefetch_blocks, "K blocks of weights fetched to L2 at a time"),
+        Constant("PANEL_BLOCKS", PANEL_BLOCKS, "row blocks of an expert that are worked on together"),
+        Constant("L1_RING_BLOCKS", plan.l1_ring_blocks, "blocks of pulled rows that there is room for"),
+        Constant("OWN_TILE", "~0u", "in place of a tile number"),
+        Constant("EARLY_STAGES", early_stages, "stages whose weights travel before the counts are known"),
     )
 
 
 def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
     shape, columns = plan.contract.shape, plan.combine_columns
     steps = columns // plan.combine_step_columns
-    late_rows = min(shape.top_k, 24 // steps)
-    worker = _context(plan)["worker"]
+    row_loads = min(shape.top_k, 24 // steps)
     return (
         Constant("LONE_PUBLISHER_ROUTES", plan.lone_publisher_routes, "up to so many, one SM publishes all"),
         Constant("PULL_BYTES", plan.pull_bytes, "piece of a token row that is pulled at a time"),
@@ -307,11 +314,8 @@ def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
         Constant("COMBINE_STEPS", steps, f"steps of {plan.combine_step_columns} columns in a unit"),
         Constant("STEP_BYTES", plan.combine_step_bytes, f"{plan.combine_step_columns} columns of bfloat16"),
         Constant("STEP_LANES", plan.combine_step_bytes // 16, "lanes that take part in a step"),
-        Constant("LANDING_SLOTS", plan.landing_slots, "pieces of rows in flight to the combine role"),
         Constant("UNITS_PER_TOKEN", shape.hidden // columns),
-        Constant("EARLY_UNITS", EARLY_UNITS, "units of an SM that may be combined while tiles are computed"),
-        Constant("LATE_ROW_LOADS", late_rows, f"rows that a {worker} warp loads at once"),
-        Constant("LOOKS_PER_SCAN", 4, "looks for finished tiles per look for finished tokens"),
+        Constant("ROW_LOADS", row_loads, "rows that a warp loads at once"),
         Constant("POLL_NS", POLL_NS, "ns between looks for work of the combine role"),
         Constant("DRAIN_NS", DRAIN_NS, "ns, in which an issued bulk copy lands for sure"),
     )
@@ -346,13 +350,13 @@ def _code_constants() -> tuple[Constant, ...]:
         Constant("LAUNCH_FAILURES", 1, "failures so far; the first is reported"),
         Constant("LAUNCH_DROPPED", 2, "expert ids out of range so far"),
         Constant("LAUNCH_PUBLISHED", 3, "SMs that have published their routes"),
-        Constant("LAUNCH_NEXT_TILE", 4, "tiles taken by SMs after their first"),
-        Constant("LAUNCH_FINISHED", 5, "SMs all of whose roles have left"),
+        Constant("LAUNCH_NEXT_TILE", 4, "tiles taken by SMs, but for their own"),
+        Constant("LAUNCH_NEXT_UNIT", 5, "combine units taken by warps after their first"),
+        Constant("LAUNCH_FINISHED", 6, "SMs all of whose roles have left"),
         Constant("CTA_FLAG_STOPPED", 0, "a wait gave up"),
         Constant("CTA_FLAG_LAST", 1, "this SM is the last of its rank"),
         Constant("CTA_FLAG_TILES", 2, "tiles that the token loader handed on, and 1, once it has left"),
         Constant("CTA_FLAG_STUCK", 3, "what the math role waits for in vain, 0 if nothing"),
-        Constant("CTA_NEXT_UNIT", 4, "combine units handed out after the last tile"),
         *(Constant(f"ROLE_{role.name}", int(role)) for role in RoleId),
         *(Constant(f"AWAITED_{awaited.name}", int(awaited)) for awaited in Awaited),
         Constant("TRACE_CAPACITY", TRACE_CAPACITY, "records per warp"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from megagen.constants import Constant
 from megagen.planning.plan import BLOCK_K, ORDER_SLOTS, TILE_SLOTS
+from megagen.planning.rules import PANEL_BLOCKS
 from megagen.planning.sm100 import (
     ACCUMULATORS,
     BLOCK_N,
@@ -61,7 +62,10 @@ def sm100_context(plan: Sm100Plan) -> dict[str, Any]:
         "sf_zero": "0",
         "sf_place": "sf_offset(pool_row % BLOCK_M)",
         "wait_scope": ".acquire.cluster",
+        "l1_stores_of_block": "L1_STORES",
         "l2_stores_of_block": "L2_STORES",
+        "tile_worker": "blockIdx.x / CLUSTER",
+        "tile_workers": "gridDim.x / CLUSTER",
         "arrive_tile_empty": "arrive_at_leader",
     }
 
@@ -115,8 +119,9 @@ def sm100_tiles(plan: Sm100Plan) -> tuple[Constant, ...]:
         Constant("L1_STORES", plan.l2_arrivals, "stores that complete a block's intermediate rows"),
         Constant("L2_STORES", CLUSTER * plan.weight_layout.n_tiles2, "that complete a block's outputs"),
         Constant("EXPERTS_PER_WAVE", plan.experts_per_wave),
-        Constant("LIKELY_BLOCKS", plan.likely_blocks, "blocks of an expert, if routing is even"),
-        Constant("PREFETCH_BLOCKS", plan.prefetch_blocks, "K blocks of the first tile's weights fetched to L2"),
+        Constant("PANEL_BLOCKS", PANEL_BLOCKS, "row blocks of an expert that are worked on together"),
+        Constant("L1_RING_BLOCKS", plan.l1_ring_blocks, "blocks of pulled rows that there is room for"),
+        Constant("PREFETCH_BLOCKS", plan.prefetch_blocks, "K blocks of own weights fetched to L2"),
         Constant("STORE_ROWS", plan.store_rows, "tokens that an epilogue warpgroup stages at a time"),
         Constant("TOKEN_GROUPS", plan.store_rows // 8, "groups of 8 tokens among them"),
         Constant("STORE_BUFFERS", STORE_BUFFERS, "staging buffers per epilogue warpgroup"),

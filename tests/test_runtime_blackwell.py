@@ -108,7 +108,7 @@ def test_a_workspace_has_room_for_every_tile(blackwell: BlackwellDriver) -> None
     buffer = SymmBuffer(TINY, max_tokens=64)
     for block_m in LADDER:
         buffer.require_room(make_plan(CONTRACT, "sm100", 64, block_m=block_m))
-    assert buffer.memory_bytes()["local"] == largest_local_layout(CONTRACT, "sm100").size
+    assert buffer.memory_bytes()["local"] == largest_local_layout(CONTRACT, "sm100", 148).size
 
 
 def test_one_sm_is_refused(blackwell: BlackwellDriver) -> None:

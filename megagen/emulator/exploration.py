@@ -15,7 +15,7 @@ from megagen.contract import Contract
 from megagen.emulator.cases import Case
 from megagen.planning import KernelPlan, make_plan
 from megagen.planning.planner import default_format, ladder_of
-from megagen.planning.rules import COMBINE_COLUMNS
+from megagen.planning.rules import COMBINE_COLUMNS, least_ring_blocks
 from megagen.shape import MoEShape
 
 RANKS = (1, 2, 3, 4, 8)
@@ -185,8 +185,10 @@ class Exploration:
         """The planner's plan for the tile, with what else a plan may choose drawn at random."""
         plan = make_plan(contract, self.arch, contract.max_tokens, sms=2, block_m=tile)
         blocks, experts = contract.shape.hidden // 128, contract.local_experts
+        least = min(least_ring_blocks(contract, tile, max(SM_COUNTS)), plan.max_blocks)
         plan = replace(
             plan,
+            l1_ring_blocks=rng.choice((least, plan.max_blocks)),
             stages=rng.choice((_LEAST_STAGES, plan.stages)),
             experts_per_wave=rng.choice([n for n in range(1, experts + 1) if experts % n == 0]),
             pull_bytes=128 * rng.choice([n for n in range(1, blocks + 1) if blocks % n == 0]),

@@ -120,6 +120,8 @@ class EmulatedLayer:
                 )
             if kernel.plan.contract != contract:
                 raise InputError(f"kernel {kernel.plan.name} is for another contract than the layer's")
+        for kernel, count in zip(kernels, sms, strict=True):
+            kernel.plan.require_ring_for(count)
         self.contract, self.kernels = contract, tuple(kernels)
         self.sms = tuple(kernel.plan.grid(count) for kernel, count in zip(kernels, sms))
         ranks = contract.ranks + bystanders

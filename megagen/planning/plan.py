@@ -17,6 +17,7 @@ from typing import Any, Literal
 from megagen.arch import Arch
 from megagen.contract import DTYPE_BYTES, Contract, Layout, Region, WeightLayout, align_up
 from megagen.errors import PlanError
+from megagen.planning.rules import least_ring_blocks
 from megagen.protocol import Field, params_fields
 from megagen.tensor_map import TensorMap
 
@@ -25,10 +26,7 @@ OperandOrder = Literal["tokens_on_m", "tokens_on_n"]
 BLOCK_K = 128  # bytes of K per pipeline stage, one scale block
 TILE_SLOTS = 4  # tile tasks that the token loader may publish ahead of the math role
 ORDER_SLOTS = 2  # tile numbers that the weight loader may be ahead of the token loader
-EARLY_UNITS = 1024  # combine units of an SM that may be combined while tiles are still computed
 COMBINE_STEP_COLUMNS = 256  # 16 bytes of bfloat16 for each lane
-MIN_LANDING_BYTES = 2 * 2 * COMBINE_STEP_COLUMNS  # two pieces of rows on their way to the combine role
-MAX_LANDING_SLOTS = 16
 
 
 @dataclass(frozen=True)
@@ -76,10 +74,10 @@ class KernelPlan(ABC):
     `block_m`: token rows of a tile. `operand_order`: ``tokens_on_m`` gives each math warpgroup 64 token rows
     of the tile, ``tokens_on_n`` (A and B swapped) gives it 128 weight rows. `stages`: depth of the load
     pipeline. `experts_per_wave`: experts whose L1 tiles precede their L2 tiles. `pull_bytes`: piece of a
-    token row that a dispatch warp copies at a time. `combine_columns`: columns of one token that a warp
-    combines at a time. `lone_publisher_routes`: up to so many routes of a rank, one SM publishes them all.
-    `likely_blocks`: row blocks of an expert if routing is even. `trace`: the kernel records what each warp
-    does.
+    token row that a dispatch warp copies at a time. `l1_ring_blocks`: blocks of pulled token rows that there
+    is room for; if more may come, it is a ring. `combine_columns`: columns of one token that a warp combines
+    at a time. `lone_publisher_routes`: up to so many routes of a rank, one SM publishes them all.
+    `trace`: the kernel records what each warp does.
     """
 
     contract: Contract
@@ -91,9 +89,9 @@ class KernelPlan(ABC):
     pull_bytes: int
     roles: tuple[Role, ...]
     expected_tokens: int
+    l1_ring_blocks: int
     combine_columns: int
     lone_publisher_routes: int = 1024
-    likely_blocks: int = 1
     trace: bool = False
     choices: tuple[Choice, ...] = field(default=(), compare=False)
 
@@ -146,9 +144,9 @@ class KernelPlan(ABC):
         return 2 * self.combine_step_columns
 
     @property
-    def landing_slots(self) -> int:
-        """Pieces of rows, a step each, on their way to the combine role, to where tokens landed before."""
-        return min(MAX_LANDING_SLOTS, self.smem["pull"].size // self.combine_step_bytes)
+    def is_ring(self) -> bool:
+        """Whether pulled rows may have to wait for the place of others."""
+        return self.l1_ring_blocks < self.max_blocks
 
     @property
     def max_blocks(self) -> int:
@@ -242,9 +240,9 @@ class KernelPlan(ABC):
                 pull_bytes=values["pull_bytes"],
                 roles=tuple(Role(**role) for role in values["roles"]),
                 expected_tokens=values["expected_tokens"],
+                l1_ring_blocks=values["l1_ring_blocks"],
                 combine_columns=values["combine_columns"],
                 lone_publisher_routes=values["lone_publisher_routes"],
-                likely_blocks=values["likely_blocks"],
                 trace=values["trace"],
                 choices=tuple(Choice(**choice) for choice in values["choices"]),
             )
@@ -266,7 +264,7 @@ class KernelPlan(ABC):
     def validate(self) -> None:
         """Raises PlanError naming the constraint that this plan breaks; one that passes fits the machine."""
         arch, hidden = Arch.get(self.arch), self.contract.shape.hidden
-        sizes = ("block_m", "stages", "experts_per_wave", "pull_bytes", "combine_columns", "likely_blocks")
+        sizes = ("block_m", "stages", "experts_per_wave", "pull_bytes", "l1_ring_blocks", "combine_columns")
         for name in sizes:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -288,6 +286,12 @@ class KernelPlan(ABC):
             raise PlanError(
                 f"pull_bytes={self.pull_bytes} must divide the row of {hidden} bytes, in multiples of 16"
             )
+        fewest = min(least_ring_blocks(self.contract, self.block_m, sms=1), self.max_blocks)
+        if not fewest <= self.l1_ring_blocks <= self.max_blocks:
+            raise PlanError(
+                f"l1_ring_blocks={self.l1_ring_blocks} is not within {fewest}, with which nothing waits for "
+                f"ever, and the {self.max_blocks} blocks of the whole pool"
+            )
         if hidden % self.combine_columns or self.combine_columns % 128:
             raise PlanError(
                 f"combine_columns={self.combine_columns} must divide the row of {hidden} columns, "
@@ -306,6 +310,15 @@ class KernelPlan(ABC):
             raise PlanError(
                 f"registers: the roles ask for {granted}, a launch of {self.threads} threads "
                 f"allocates {launched}"
+            )
+
+    def require_ring_for(self, sms: int) -> None:
+        """PlanError if so many SMs would pull more first rows than the ring of pulled rows holds."""
+        fewest = min(least_ring_blocks(self.contract, self.block_m, sms), self.max_blocks)
+        if self.l1_ring_blocks < fewest:
+            raise PlanError(
+                f"l1_ring_blocks={self.l1_ring_blocks}: {sms} SMs need at least {fewest} blocks; give the "
+                "kernel fewer SMs with num_sms, or plan with a larger ring"
             )
 
     @abstractmethod

@@ -13,6 +13,7 @@ from megagen.contract import Contract, Layout
 from megagen.errors import PlanError
 from megagen.planning import sm90, sm100
 from megagen.planning.plan import KernelPlan
+from megagen.planning.rules import choose_ring_blocks
 from megagen.planning.sm90 import make_sm90_plan
 from megagen.planning.sm100 import make_sm100_plan
 
@@ -29,12 +30,16 @@ def ladder_of(arch: str) -> tuple[int, ...]:
     return sm90.LADDER if arch == "sm90" else sm100.LADDER
 
 
-def largest_local_layout(contract: Contract, arch: str) -> Layout:
-    """The local workspace that is large enough for every plan of a contract."""
-    layout_of = sm90.local_layout if arch == "sm90" else sm100.local_layout
-    return max(
-        (layout_of(contract, block_m) for block_m in reversed(ladder_of(arch))), key=lambda it: it.size
-    )
+def largest_local_layout(contract: Contract, arch: str, sms: int) -> Layout:
+    """The local workspace that is large enough for every plan of a contract on up to so many SMs."""
+    if arch == "sm90":
+        return sm90.local_layout(contract, sm90.LARGEST_BLOCK_M, sm90.largest_ring(contract, sms))
+
+    def layout_of(block_m: int) -> Layout:
+        blocks = sm100.pool_rows(contract) // block_m
+        return sm100.local_layout(contract, block_m, choose_ring_blocks(contract, block_m, sms, blocks)[0])
+
+    return max((layout_of(block_m) for block_m in sm100.LADDER), key=lambda layout: layout.size)
 
 
 @lru_cache(maxsize=1024)

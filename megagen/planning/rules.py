@@ -7,6 +7,10 @@ import math
 from megagen.contract import Contract, ceil_div
 from megagen.planning.workload import rows_per_expert
 
+PANEL_BLOCKS = 16  # row blocks of an expert that are worked on together
+
+RING_SLACK = 1.2  # rows that a ring holds, of those that even routing brings
+FIRST_ROW_WARPS = 8  # per SM, each of which pulls a row without waiting for its place
 IMBALANCE = 2  # expected work is halved before it is called enough: routing is uneven
 TILE_WEIGHT_ROWS = 256  # of a tile, on one SM or on a pair
 COMBINE_COLUMNS = (1024, 512, 256, 128)  # 256: 16 bytes per lane; 128: where no more divides a row
@@ -47,3 +51,26 @@ def choose_combine_columns(contract: Contract, warps: int, tokens: int) -> tuple
     sizes = [size for size in COMBINE_COLUMNS if hidden % size == 0 and (size >= 256 or hidden % 256)]
     columns = next((size for size in sizes if tokens * hidden // size >= warps), sizes[-1])
     return columns, f"{tokens * hidden // columns} units for {warps} warps"
+
+
+def least_ring_blocks(contract: Contract, block_m: int, sms: int) -> int:
+    """Blocks that a ring of pulled rows needs so that nothing waits for ever.
+
+    A block waits for the L1 tiles of the one a ring before it. Those come earlier in the schedule if both are
+    not in one panel. The first rows, one per warp, must not wait at all, whatever experts they go to.
+    """
+    first_rows = contract.local_experts + ceil_div(FIRST_ROW_WARPS * sms, block_m)
+    return max(PANEL_BLOCKS, first_rows)
+
+
+def choose_ring_blocks(contract: Contract, block_m: int, sms: int, pool_blocks: int) -> tuple[int, str]:
+    """Room for what even routing brings at capacity, and some more; or for all that any routing can bring."""
+    even = contract.max_tokens * contract.shape.top_k
+    rows = math.ceil(RING_SLACK * even) + contract.local_experts * (block_m - 1)
+    blocks = max(ceil_div(rows, block_m), least_ring_blocks(contract, block_m, sms))
+    if blocks >= pool_blocks:
+        return pool_blocks, "all that any routing can bring"
+    return (
+        blocks,
+        f"{RING_SLACK:g} times the {even:,} rows of even routing; {pool_blocks} would take any routing",
+    )

@@ -17,8 +17,6 @@ from megagen.contract import SF_BLOCK, Contract, Layout, align_up, ceil_div, lay
 from megagen.errors import PlanError
 from megagen.planning.plan import (
     BLOCK_K,
-    EARLY_UNITS,
-    MIN_LANDING_BYTES,
     ORDER_SLOTS,
     TILE_SLOTS,
     Choice,
@@ -26,10 +24,14 @@ from megagen.planning.plan import (
     Role,
     smem_layout,
 )
-from megagen.planning.rules import choose_combine_columns, choose_experts_per_wave, choose_pull_bytes
+from megagen.planning.rules import (
+    choose_combine_columns,
+    choose_experts_per_wave,
+    choose_pull_bytes,
+    choose_ring_blocks,
+)
 from megagen.planning.workload import (
     TILE_COST_ROWS,
-    likely_blocks,
     likely_rows_per_expert,
     padded_rows_cost,
     rows_per_expert,
@@ -294,7 +296,7 @@ class Sm100Plan(KernelPlan):
 
     @cached_property
     def local(self) -> Layout:
-        return local_layout(self.contract, self.block_m)
+        return local_layout(self.contract, self.block_m, self.l1_ring_blocks)
 
     @property
     def params(self) -> tuple[Field, ...]:
@@ -384,7 +386,7 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("weight_sf_stages", "u8", (stages, SF_ATOM_BYTES), 128),
         ("token_sf_stages", "u8", (stages, ceil_div(block_m, SF_ATOM_ROWS) * SF_ATOM_BYTES), 128),
         ("staging", "u8", (staging,), 128),
-        ("pull", "u8", (max(DISPATCH_WARPS * pull_bytes, MIN_LANDING_BYTES),), 128),
+        ("pull", "u8", (DISPATCH_WARPS, pull_bytes), 128),
         ("amax", "f32", (STORE_BUFFERS, EPILOGUE_WARPS, store_rows), 16),
         ("expert_count", "u32", (experts,), 16),
         ("expert_block", "u32", (experts,), 16),
@@ -400,16 +402,14 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("order_full", "u64", (ORDER_SLOTS,), 8),
         ("order_empty", "u64", (ORDER_SLOTS,), 8),
         ("pulled", "u64", (DISPATCH_WARPS,), 8),
-        ("pull_done", "u64", (1,), 8),
         ("tmem_base", "u32", (1,), 16),
         # From here on the kernel zeroes everything at its start.
         ("cta_flags", "u32", (8,), 16),
-        ("claimed_units", "u32", (EARLY_UNITS // 32,), 16),
         *((("trace_count", "u32", (16,), 16),) if trace else ()),
     )
 
 
-def local_layout(contract: Contract, block_m: int) -> Layout:
+def local_layout(contract: Contract, block_m: int, l1_ring_blocks: int) -> Layout:
     """Local workspace of one rank; up to the tiles the same for all plans: counters outlive a launch."""
     shape, rows = contract.shape, pool_rows(contract)
     blocks = rows // LADDER[0]
@@ -421,7 +421,7 @@ def local_layout(contract: Contract, block_m: int) -> Layout:
         ("l2_finished", "u32", (blocks,)),
         ("row_source", "u64", (rows,)),
         ("row_weight", "f32", (rows,)),
-        ("l1_tiles", "u8", (rows // block_m, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),
+        ("l1_tiles", "u8", (l1_ring_blocks, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),
         ("l2_tiles", "u8", (rows // block_m, shape.intermediate // SF_BLOCK, token_tile_bytes(block_m))),
     )
 
@@ -502,6 +502,7 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
     stages, stage_reason = choose_stages(arch, contract, block_m, pull_bytes)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens, sms_each=CLUSTER)
     columns, columns_reason = choose_combine_columns(contract, sms * (EPILOGUE_WARPS + 1), tokens)
+    ring, ring_reason = choose_ring_blocks(contract, block_m, sms, pool_rows(contract) // block_m)
     roles, role_reason = choose_roles(contract)
     plan = Sm100Plan(
         contract=contract,
@@ -513,8 +514,8 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
         pull_bytes=pull_bytes,
         roles=roles,
         expected_tokens=tokens,
+        l1_ring_blocks=ring,
         combine_columns=columns,
-        likely_blocks=likely_blocks(contract, tokens, block_m),
     )
     plan.validate()
     tmem = " + ".join(str(region.columns) for region in plan.tmem)
@@ -534,6 +535,7 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
         "experts_per_wave": (wave, wave_reason),
         "pull_bytes": (pull_bytes, pull_reason),
         "combine_columns": (columns, columns_reason),
+        "l1_ring_blocks": (ring, ring_reason),
         "pool_rows": (plan.pool_rows, f"{contract.max_received:,} copies at most, and {padding}"),
         "roles": (" + ".join(f"{role.warps * 32} x {role.registers}" for role in roles), role_reason),
     }

@@ -10,8 +10,6 @@ from megagen.contract import SF_BLOCK, Contract, Layout, align_up, lay_out
 from megagen.errors import PlanError
 from megagen.planning.plan import (
     BLOCK_K,
-    EARLY_UNITS,
-    MIN_LANDING_BYTES,
     ORDER_SLOTS,
     TILE_SLOTS,
     Choice,
@@ -20,8 +18,13 @@ from megagen.planning.plan import (
     Role,
     smem_layout,
 )
-from megagen.planning.rules import choose_combine_columns, choose_experts_per_wave, choose_pull_bytes
-from megagen.planning.workload import likely_blocks, likely_rows_per_expert, rows_per_expert
+from megagen.planning.rules import (
+    choose_combine_columns,
+    choose_experts_per_wave,
+    choose_pull_bytes,
+    choose_ring_blocks,
+)
+from megagen.planning.workload import likely_rows_per_expert, rows_per_expert
 
 BLOCK_N = 256  # weight rows of a tile: one SF group of 128 intermediate columns, gate and up
 PULL_BUFFERS = 2  # token rows that a dispatch warp has in flight
@@ -31,7 +34,6 @@ LADDER = (16, 32, 64, 128)  # BLOCK_M values of sm90
 LARGEST_BLOCK_M = LADDER[-1]
 SMALLEST_BLOCK_M = LADDER[0]
 MAX_STAGES = 8  # enough: 8 stages of 40 KiB hide 10 us of latency at an SM's share of HBM bandwidth
-PREFETCH_BLOCKS = 6  # 132 SMs fill half of an L2 cache of 50 MB with as many
 MAX_PULL_BYTES = 7168  # two row buffers of this size leave room for the stages
 
 
@@ -53,11 +55,6 @@ class Sm90Plan(KernelPlan):
         return token_tile_bytes(self.block_m)
 
     @property
-    def prefetch_blocks(self) -> int:
-        """K blocks that an SM fetches to the L2 cache at a time, twice, before its first tile starts."""
-        return min(PREFETCH_BLOCKS, self.contract.shape.hidden // BLOCK_K // 2)
-
-    @property
     def pool_rows(self) -> int:
         """Rows of the pool that no routing overflows, in whole blocks."""
         return pool_rows(self.contract, self.block_m)
@@ -72,7 +69,7 @@ class Sm90Plan(KernelPlan):
     @cached_property
     def local(self) -> Layout:
         """Local workspace: plain device memory of this rank, zeroed once before the first launch."""
-        return local_layout(self.contract, self.block_m)
+        return local_layout(self.contract, self.block_m, self.l1_ring_blocks)
 
     def _check_form(self) -> None:
         if self.arch != "sm90" or self.contract.format != "fp8_block":
@@ -122,7 +119,7 @@ def cta_smem(
         ("weight_stages", "u8", (stages, BLOCK_N * BLOCK_K), 1024),
         ("token_stages", "u8", (stages, align_up(token_tile_bytes(block_m), 1024)), 1024),
         ("staging", "u8", (staging,), 128),
-        ("pull", "u8", (max(PULL_BUFFERS * pull_bytes, MIN_LANDING_BYTES),), 128),
+        ("pull", "u8", (PULL_BUFFERS, pull_bytes), 128),
         ("amax", "f32", (MATH_WARPS, amax_rows), 16),
         *inverse_sf,
         ("expert_count", "u32", (experts,), 16),
@@ -130,6 +127,7 @@ def cta_smem(
         ("tile_tasks", "u32", (TILE_SLOTS, 4), 16),
         ("full", "u64", (stages,), 8),
         ("empty", "u64", (stages,), 8),
+        ("own_weights", "u64", (1,), 8),
         ("tile_full", "u64", (TILE_SLOTS,), 8),
         ("tile_empty", "u64", (TILE_SLOTS,), 8),
         ("tile_stored", "u64", (TILE_SLOTS,), 8),
@@ -137,15 +135,19 @@ def cta_smem(
         ("order_empty", "u64", (ORDER_SLOTS,), 8),
         ("order", "u32", (ORDER_SLOTS,), 8),
         ("pulled", "u64", (PULL_BUFFERS,), 8),
-        ("pull_done", "u64", (1,), 8),
         # From here on the kernel zeroes everything at its start.
         ("cta_flags", "u32", (8,), 16),
-        ("claimed_units", "u32", (EARLY_UNITS // 32,), 16),
         *((("trace_count", "u32", (12,), 16),) if trace else ()),
     )
 
 
-def local_layout(contract: Contract, block_m: int) -> Layout:
+def largest_ring(contract: Contract, sms: int) -> int:
+    """Blocks of pulled rows for the largest tile, whose plans need the most memory."""
+    blocks = pool_rows(contract, LARGEST_BLOCK_M) // LARGEST_BLOCK_M
+    return choose_ring_blocks(contract, LARGEST_BLOCK_M, sms, blocks)[0]
+
+
+def local_layout(contract: Contract, block_m: int, l1_ring_blocks: int) -> Layout:
     """Local workspace of one rank for tiles of `block_m` rows.
 
     Everything up to the tiles is sized for the smallest tile, so that all plans of a contract agree on where
@@ -164,7 +166,7 @@ def local_layout(contract: Contract, block_m: int) -> Layout:
         ("l2_finished", "u32", (blocks,)),
         ("row_source", "u64", (rows,)),
         ("row_weight", "f32", (rows,)),
-        ("l1_tiles", "u8", (rows // block_m, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),
+        ("l1_tiles", "u8", (l1_ring_blocks, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),
         ("l2_tiles", "u8", (rows // block_m, shape.intermediate // SF_BLOCK, token_tile_bytes(block_m))),
     )
 
@@ -234,6 +236,8 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
     columns, columns_reason = choose_combine_columns(contract, sms * (MATH_WARPS + 1), tokens)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens)
     roles, role_reason = roles_sm90()
+    pool_blocks = pool_rows(contract, block_m) // block_m
+    ring, ring_reason = choose_ring_blocks(contract, block_m, arch.sms, pool_blocks)
     plan = Sm90Plan(
         contract=contract,
         arch=arch.name,
@@ -244,8 +248,8 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
         pull_bytes=pull_bytes,
         roles=roles,
         expected_tokens=tokens,
+        l1_ring_blocks=ring,
         combine_columns=columns,
-        likely_blocks=likely_blocks(contract, tokens, block_m),
         choices=(
             Choice("block_m", str(block_m), block_reason),
             Choice("operand_order", order, order_reason),
@@ -253,6 +257,7 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
             Choice("combine_columns", str(columns), columns_reason),
             Choice("experts_per_wave", str(wave), wave_reason),
             Choice("pull_bytes", str(pull_bytes), pull_reason),
+            Choice("l1_ring_blocks", str(ring), ring_reason),
             Choice("roles", " + ".join(f"{r.warps * 32} x {r.registers}" for r in roles), role_reason),
         ),
     )

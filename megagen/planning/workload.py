@@ -28,11 +28,6 @@ def likely_rows_per_expert(contract: Contract, tokens: int) -> float:
     return rows + 2 * math.sqrt(rows)
 
 
-def likely_blocks(contract: Contract, tokens: int, block_m: int) -> int:
-    """Row tiles of an expert if routing is even, at least one."""
-    return max(1, round(rows_per_expert(contract, tokens) / block_m))
-
-
 def experts_reached(contract: Contract, tokens: int) -> float:
     """Expected number of a rank's experts that receive a row: those whose weights are read."""
     missed = 1 - contract.shape.top_k / contract.shape.experts

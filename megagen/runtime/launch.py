@@ -86,6 +86,7 @@ class MoELauncher(Launcher):
         self, plan: KernelPlan, kernel: CompiledKernel, buffer: SymmBuffer, *, sms: int, timeout_s: float
     ) -> None:
         buffer.require_room(plan)
+        plan.require_ring_for(sms)
         super().__init__(
             kernel,
             plan.params,

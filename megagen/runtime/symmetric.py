@@ -125,7 +125,7 @@ class SymmBuffer:
         self.contract, self.peers, self.gpu = contract, peers, gpu
         self.offsets = offsets
         self._symm = memory
-        self._local_layout = largest_local_layout(contract, gpu.arch.name)
+        self._local_layout = largest_local_layout(contract, gpu.arch.name, gpu.arch.sms)
         self._local = _zeros(self._local_layout.size, gpu)
         self.symm_address, self.local_address = memory.data_ptr(), self._local.data_ptr()
         self.status = StatusBlock()
