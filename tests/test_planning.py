@@ -96,11 +96,11 @@ def blocks_of(counts: list[int], block_m: int) -> int:
 
 
 def room(plan: KernelPlan) -> int:
-    """Pool blocks that every region of the local workspace has room for."""
+    """Pool blocks that every region of the local workspace has room for; pulled rows may lie in a ring."""
     local = plan.local
     return min(
         plan.max_blocks,
-        local["l1_tiles"].shape[0],
+        *(() if plan.is_ring else (local["l1_tiles"].shape[0],)),
         local["l2_tiles"].shape[0],
         *(local[name].shape[0] for name in ("l1_arrival", "l2_arrival")),
         *(local[name].shape[0] // plan.block_m for name in ("row_source", "row_weight")),

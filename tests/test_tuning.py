@@ -6,7 +6,7 @@ import pytest
 
 from megagen import CacheError, MoEShape, tuning
 from megagen.contract import Contract
-from megagen.planning import make_plan, plan_set
+from megagen.planning import make_plan, plan_set, sm100
 
 TINY = MoEShape.preset("tiny")
 CONTRACT = Contract(TINY, 2, 512)

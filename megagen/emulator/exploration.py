@@ -185,7 +185,7 @@ class Exploration:
         """The planner's plan for the tile, with what else a plan may choose drawn at random."""
         plan = make_plan(contract, self.arch, contract.max_tokens, sms=2, block_m=tile)
         blocks, experts = contract.shape.hidden // 128, contract.local_experts
-        least = min(least_ring_blocks(contract, tile, max(SM_COUNTS)), plan.max_blocks)
+        least = min(least_ring_blocks(contract, tile, self._sms(plan, max(SM_COUNTS), 1)), plan.max_blocks)
         plan = replace(
             plan,
             l1_ring_blocks=rng.choice((least, plan.max_blocks)),
