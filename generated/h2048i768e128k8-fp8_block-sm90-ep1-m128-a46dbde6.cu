@@ -724,8 +724,8 @@ struct Schedule {
         tile.rows = min(count, BLOCK_M);
         return true;
     }
-    // Tile number `index` of those without an owner; numbers must not decrease from call to call. False if there
-    // are fewer.
+    // Tile number `index` of those without an owner; numbers must not decrease from call to call. False if
+    // there are fewer.
     DEVICE bool find(u32 index, Tile& tile) {
         for (; segment < 2 * LOCAL_EXPERTS; ++segment) {
             const u32 wave = segment / (2 * EXPERTS_PER_WAVE);

@@ -169,7 +169,7 @@ def render_quantize(contract: Contract, arch: str) -> str:
 
 
 _BLANK_INSIDE = re.compile(r"\n\n+(?=[ }])")  # left by a line that a template leaves out
-_COMMENT = re.compile(r"^// \w.*(?:\n// \w.*)*", re.MULTILINE)
+_COMMENT = re.compile(r"^( *)// \w.*(?:\n\1// \w.*)*", re.MULTILINE)
 _NAME = re.compile(r"\b[A-Za-z_]\w*")
 _LINE_DEFINITION = re.compile(r"(?:constexpr \w+|typedef .*|using|DEVICE .*?) \*?(\w+)(?: =|;|\(.*\}$)")
 _FUNCTION = re.compile(r"^(?:template .*\n)?DEVICE [^(]*?(\w+)\(", re.MULTILINE)
@@ -203,8 +203,9 @@ def _wrapped(comment: re.Match[str]) -> str:
     lines = comment[0].splitlines()
     if max(map(len, lines)) <= MAX_COLUMNS:
         return comment[0]
-    text = " ".join(line.removeprefix("// ") for line in lines)
-    return textwrap.fill(text, MAX_COLUMNS, initial_indent="// ", subsequent_indent="// ")
+    start = f"{comment[1]}// "
+    text = " ".join(line.removeprefix(start) for line in lines)
+    return textwrap.fill(text, MAX_COLUMNS, initial_indent=start, subsequent_indent=start)
 
 
 def _pieces(paragraph: str) -> list[_Piece]:
