@@ -212,6 +212,7 @@ constexpr u32 AWAITED_TILE_TASK = 7;
 constexpr u32 AWAITED_PULLED_ROW = 8;
 constexpr u32 AWAITED_NUM_TOKENS_IN_RANGE = 9;
 constexpr u32 AWAITED_TILE_NUMBER = 10;
+constexpr u32 AWAITED_PLACE_OF_BLOCK = 11;
 constexpr u32 AWAITED_FULL_ACCUMULATOR = 12;
 constexpr u32 AWAITED_EMPTY_ACCUMULATOR = 13;
 
@@ -1126,6 +1127,20 @@ DEVICE u64 tiles_of_row(const Params& p, u32 pool_row) {
     return p.local + LOCAL_L1_TILES + static_cast<u64>(place) * HIDDEN_BLOCKS * TOKEN_TILE_BYTES;
 }
 
+// Pulled rows lie in a ring: a block takes the place of the one L1_RING_BLOCKS before it, once all L1 tiles
+// of that one are done. They come earlier in the schedule, so they don't wait for this block. False if the
+// launch fails.
+DEVICE bool wait_for_place(const Params& p, u32 smem, u32 pool_row) {
+    const u32 block = pool_row / BLOCK_M;
+    if (block < L1_RING_BLOCKS) return true;
+    const u32 before = block - L1_RING_BLOCKS;
+    const u32* arrival = local_words(p, LOCAL_L2_ARRIVAL) + before;
+    const bool done = wait_for_value(p, arrival, L1_STORES, ROLE_DISPATCH, AWAITED_PLACE_OF_BLOCK, before);
+    if (__all_sync(FULL_WARP, done)) return true;
+    stop_roles(smem);
+    return false;
+}
+
 // Place of 16-byte chunk `i` of a row in the tiles: 128B-swizzled, as a pipeline stage wants it.
 DEVICE u64 place_of_chunk(u64 tiles, u32 tile_row, u32 i) {
     const u32 chunk = (i % 8) ^ (tile_row & 7);
@@ -1211,6 +1226,7 @@ DEVICE void pull_first_row(const Params& p, u32 smem, u32 epilogue_warp, u32 lan
 // Pulls one row through the warp's buffer, a piece at a time; counts the transfers.
 DEVICE void pull_row(const Params& p, u32 smem, const RowOrigin& origin, u32 pool_row, u32& transfers,
                      u32 warp, u32 lane) {
+    if (!wait_for_place(p, smem, pool_row)) return;
     const u32 buffer = smem + SMEM_PULL + warp * PULL_BYTES;
     const u32 pulled = smem + SMEM_PULLED + warp * sizeof(u64);
     u32 sf[SF_PER_LANE];
