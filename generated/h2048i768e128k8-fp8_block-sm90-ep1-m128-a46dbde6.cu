@@ -712,11 +712,15 @@ struct Schedule {
     u32 expert_block;
     u32 first = 0;  // number of the first tile of `segment`
     u32 segment = 0;
+    // Blocks of an expert, 0 or 1, whose L1 tiles belong to SMs.
+    DEVICE u32 owned_blocks(u32 expert, u32 count) const {
+        return count != 0 && expert < experts_with_owners() ? 1 : 0;
+    }
     // This SM's own tile; false if it has none, or its expert received nothing.
     DEVICE bool find_own(Tile& tile) {
         const u32 expert = blockIdx.x / L1_N_TILES;
         const u32 count = owns_tile() ? load_shared_u32(expert_count + expert * sizeof(u32)) : 0;
-        if (count == 0) return false;
+        if (owned_blocks(expert, count) == 0) return false;
         tile.phase = 1;
         tile.expert = expert;
         tile.pool_block = load_shared_u32(expert_block + expert * sizeof(u32));
@@ -733,7 +737,7 @@ struct Schedule {
             const bool second = place >= EXPERTS_PER_WAVE;
             const u32 expert = wave * EXPERTS_PER_WAVE + (second ? place - EXPERTS_PER_WAVE : place);
             const u32 count = load_shared_u32(expert_count + expert * sizeof(u32));
-            const u32 first_m = !second && count != 0 && expert < experts_with_owners() ? 1 : 0;
+            const u32 first_m = second ? 0 : owned_blocks(expert, count);
             const u32 blocks = blocks_of_rows(count) - first_m;
             const u32 n_tiles = second ? L2_N_TILES : L1_N_TILES;
             const u32 tiles = blocks * n_tiles;
