@@ -471,7 +471,7 @@ def choose_roles(contract: Contract) -> tuple[tuple[Role, ...], str]:
             load,
             "leader: scale factors to tensor memory, MMAs; follower: says what is full",
         ),
-        Role("combine", 7, 1, load, "signals finished tiles: to token loaders, to the ranks that rows came from"),
+        Role("combine", 7, 1, load, "signals finished tiles to token loaders and home ranks"),
         Role(
             "epilogue",
             8,
