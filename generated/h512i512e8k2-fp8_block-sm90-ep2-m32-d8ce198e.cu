@@ -1156,8 +1156,8 @@ DEVICE void dispatch_role(const Params& p, u32 smem, u32 lane) {
 // waits for the rows of a block (L1: pulled tokens, L2: all L1 tiles of the block) and for empty stages, and
 // hands tiles to the math and combine roles.
 
-// The weight loader's wait, on behalf of tile number `n` of this SM. False if the token loader has left before
-// it handed on that tile: nobody empties its stages.
+// The weight loader's wait, on behalf of tile number `n` of this SM. False if the token loader has left
+// before it handed on that tile: nobody empties its stages.
 DEVICE bool wait_unless_left(u32 smem, u32 barrier, u32 parity, u32 n) {
     while (!mbarrier_try_wait(barrier, parity)) {
         const u32 tiles = load_relaxed_shared(cta_flag(smem, CTA_FLAG_TILES));
@@ -1276,11 +1276,11 @@ DEVICE void load_tokens_role(const Params& p, u32 smem) {
 }
 
 // ---------------------------------------------------------------- combine
-// The combine role, one warp. Waits for: finished tiles. Signals: after an L1 tile, the token loaders of all SMs
-// (L2 arrival counter of a block); after the last L2 tile of a block, the ranks its rows came from (pending
-// count of a token). So the math warps need not wait for their own stores to land: this warp does the fences.
-// When the math warps run out of tiles, they wait for tokens whose expert outputs are all home, and produce y.
-// A unit is COMBINE_COLUMNS columns of one token, for one warp.
+// The combine role, one warp. Waits for: finished tiles. Signals: after an L1 tile, the token loaders of all
+// SMs (L2 arrival counter of a block); after the last L2 tile of a block, the ranks its rows came from
+// (pending count of a token). So the math warps need not wait for their own stores to land: this warp does
+// the fences. When the math warps run out of tiles, they wait for tokens whose expert outputs are all
+// home, and produce y. A unit is COMBINE_COLUMNS columns of one token, for one warp.
 
 // Bit k is set if k names an expert that no earlier k of the token names: those rows of the combine buffer
 // were written.

@@ -66,7 +66,8 @@ class KernelSet:
         """Path of each text file, relative to the folder -> contents."""
         from megagen.render import render, render_quantize  # here, since a compile step doesn't need Jinja
 
-        texts = {f"{HELPERS}{quantize_name(self.contract)}.cu": render_quantize(self.contract)}
+        helper = quantize_name(self.contract, self.arch)
+        texts = {f"{HELPERS}{helper}.cu": render_quantize(self.contract, self.arch)}
         for plan in self.plans.plans:
             texts[f"{plan.name}.cu"] = render(plan)
             texts[f"{plan.name}.plan.json"] = plan.to_json()

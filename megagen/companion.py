@@ -8,13 +8,13 @@ from megagen.contract import SF_BLOCK, Contract, ceil_div
 from megagen.protocol import Field
 
 THREADS = 256
-LANES_PER_GROUP = 16  # of one SF group of 128 columns: 8 columns (16 bytes of bfloat16) each
+LANES_PER_GROUP = 16  # of 128 columns: 8 columns (16 bytes of bfloat16) each
 CTAS_PER_SM = 8  # as many as an SM holds
 INVALID_ID = -2  # stands for an id that does not fit 32 bits; the layer's kernel drops and counts it
 
 QUANTIZE_FIELDS = (
     Field("x", "u64", "tokens: bfloat16, or E4M3 if x_sf is set"),
-    Field("x_sf", "u64", "scale factors of E4M3 tokens: float32 [tokens][H / 128], or 0"),
+    Field("x_sf", "u64", "scale factors of E4M3 tokens: 4 bytes each, [tokens][H / 128], or 0"),
     Field("row_bytes", "u64", "from one row of x to the next"),
     Field("topk_ids", "u64", "[tokens][TOP_K]"),
     Field("topk_weights", "u64", "[tokens][TOP_K]"),
@@ -27,11 +27,16 @@ QUANTIZE_FIELDS = (
 """The kernel's one parameter, a struct."""
 
 
-def quantize_name(contract: Contract) -> str:
+def quantize_name(contract: Contract, arch: str) -> str:
     """Base name of the companion kernel's files; contracts with the same symmetric buffer share it."""
     s = contract.shape
     size = f"h{s.hidden}e{s.experts}k{s.top_k}-ep{contract.ranks}-t{contract.max_tokens}"
-    return f"quantize-{size}-{contract.format}"
+    return f"quantize-{size}-{contract.format}-{arch}"
+
+
+def lanes_per_sf(contract: Contract) -> int:
+    """Lanes whose columns share an SF: all of a group, or with an SF per 32 columns a quarter of it."""
+    return LANES_PER_GROUP if contract.format == "fp8_block" else LANES_PER_GROUP // 4
 
 
 def quantize_ctas(hidden: int, tokens: int, sms: int) -> int:

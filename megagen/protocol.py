@@ -17,6 +17,8 @@ class RoleId(IntEnum):
     LOAD_WEIGHTS = 3
     MATH = 4
     COMBINE = 5
+    ISSUE_MMA = 6
+    EPILOGUE = 7
 
 
 class Awaited(IntEnum):
@@ -34,6 +36,8 @@ class Awaited(IntEnum):
     NUM_TOKENS_IN_RANGE = 9
     TILE_NUMBER = 10
     PLACE_OF_BLOCK = 11
+    FULL_ACCUMULATOR = 12
+    EMPTY_ACCUMULATOR = 13
 
 
 class TraceState(IntEnum):
@@ -69,6 +73,8 @@ AWAITED_TEXT = {
     Awaited.NUM_TOKENS_IN_RANGE: "num_tokens within max_tokens",
     Awaited.TILE_NUMBER: "the next tile's number",
     Awaited.PLACE_OF_BLOCK: "the L1 tiles of pool block {peer}, whose place another block takes",
+    Awaited.FULL_ACCUMULATOR: "the result of the MMAs in accumulator {peer}",
+    Awaited.EMPTY_ACCUMULATOR: "the release of accumulator {peer}",
 }
 
 
@@ -107,16 +113,35 @@ STATUS_FIELDS = (
 STUCK_BITS = (4, 4, 8, 16)
 
 
-def params_fields(ranks: int, trace: bool = False) -> tuple[Field, ...]:
-    """The kernel's one parameter, a struct."""
+def params_fields(ranks: int, trace: bool = False, tensor_maps: bool = False) -> tuple[Field, ...]:
+    """The kernel's one parameter, a struct.
+
+    `tensor_maps`: weights are read through tensor maps (Blackwell) instead of by address.
+    """
     records = "trace records, [SMs][warps][TRACE_CAPACITY] of u32 {ns, SM clock, state, argument}"
+    maps: tuple[Field, ...] = ()
+    weights: tuple[Field, ...]
+    if tensor_maps:
+        maps = (
+            Field("w13_map", "TensorMap", "gate and up weights, unpacked by the copy"),
+            Field("w2_map", "TensorMap", "down weights, unpacked by the copy"),
+        )
+        weights = (
+            Field("w13_sf", "u64", "scale factors of w13, kernel layout"),
+            Field("w2_sf", "u64", "scale factors of w2, kernel layout"),
+        )
+    else:
+        weights = (
+            Field("w13", "u64", "gate and up weights, kernel layout"),
+            Field("w13_sf", "u64", "their scale factors, (gate, up) pairs"),
+            Field("w2", "u64", "down weights, kernel layout"),
+            Field("w2_sf", "u64", "their scale factors, pairs"),
+        )
     return (
+        *maps,
         Field("symm", "u64", "this rank's symmetric buffer"),
         Field("local", "u64", "this rank's local workspace"),
-        Field("w13", "u64", "gate and up weights, kernel layout"),
-        Field("w13_sf", "u64", "their scale factors, (gate, up) pairs"),
-        Field("w2", "u64", "down weights, kernel layout"),
-        Field("w2_sf", "u64", "their scale factors, pairs"),
+        *weights,
         Field("output", "u64", "y: bfloat16 [num_tokens][H]"),
         Field("num_tokens_ptr", "u64", "device u32 with the token count, or 0 to use num_tokens"),
         Field("status", "u64", "status block, pinned host memory"),

@@ -4,40 +4,40 @@ loop and substitute. What a kernel doesn't use of the constants and the function
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import jinja2
 
 from megagen import __version__, companion
+from megagen.constants import Constant, ConstantGroup
 from megagen.contract import SF_BLOCK, Contract, Layout
-from megagen.errors import PlanError
 from megagen.files import templates_dir
 from megagen.planning.plan import BLOCK_K, ORDER_SLOTS, TILE_SLOTS, KernelPlan
 from megagen.planning.rules import PANEL_BLOCKS
-from megagen.planning.sm90 import BLOCK_N, MATH_WARPS, PULL_BUFFERS, WARP_STAGING_BYTES
-from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, Awaited, RoleId, TraceState, params_fields
+from megagen.planning.sm90 import BLOCK_N, MATH_WARPS, PULL_BUFFERS, WARP_STAGING_BYTES, Sm90Plan
+from megagen.planning.sm100 import Sm100Plan
+from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, Awaited, RoleId, TraceState
+from megagen.render_sm100 import (
+    sm100_context,
+    sm100_parts,
+    sm100_threads,
+    sm100_tiles,
+)
+
+COMMON_PARTS = tuple(
+    f"common/{part}.cuh.j2"
+    for part in ("watchdog", "pipeline", "compute", "barriers", "scheduler", "publish", "dispatch")
+)
+"""Templates between the primitives and the load roles, the same on all architectures."""
 
 ENTRY = "megamoe"
 QUANTIZE_ENTRY = "quantize_inputs"
+MAX_COLUMNS = 110
 POLL_NS = 200
 DRAIN_NS = 50_000  # far above the time that an issued bulk copy takes to land
-
-
-@dataclass(frozen=True)
-class Constant:
-    """One named number of the source; `comment` gives its unit or meaning."""
-
-    name: str
-    value: int | str
-    comment: str = ""
-    ctype: str = "u32"
-
-
-@dataclass(frozen=True)
-class ConstantGroup:
-    title: str
-    constants: tuple[Constant, ...]
 
 
 @lru_cache(maxsize=1)
@@ -52,13 +52,9 @@ def _environment() -> jinja2.Environment:
 
 
 def render(plan: KernelPlan) -> str:
-    """The CUDA source of the plan's kernel; self-contained, entry point `ENTRY`.
-
-    Raises PlanError for an architecture whose kernels can be planned only.
-    """
-    if plan.arch != "sm90":
-        raise PlanError(f"arch={plan.arch!r}: only sm90 has templates, so this plan can't be rendered")
+    """The CUDA source of the plan's kernel; self-contained, entry point `ENTRY`."""
     contract = plan.contract
+    family = "sm100" if isinstance(plan, Sm100Plan) else "sm90"
     return _finish(
         _environment()
         .get_template("kernel.cu.j2")
@@ -74,45 +70,93 @@ def render(plan: KernelPlan) -> str:
             sf_group=contract.sf_group,
             activation=contract.activation,
             clamp=contract.clamp,
-            operand_order=plan.operand_order,
+            family=family,
             block_m=plan.block_m,
             hidden=contract.shape.hidden,
             top_k=contract.shape.top_k,
-            wgmma_n=128 if plan.operand_order == "tokens_on_m" else plan.block_m,
             ring=plan.is_ring,
-            pull_pieces=contract.shape.hidden // plan.pull_bytes,
             step_columns=plan.combine_step_columns,
-            math_warps=MATH_WARPS,
-            math_threads=MATH_WARPS * 32,
             constants=constants(plan),
-            params=params_fields(contract.ranks, plan.trace),
+            params=plan.params,
             tracing=plan.trace,
             status=STATUS_FIELDS,
+            **_context(plan),
         )
     )
 
 
-def render_quantize(contract: Contract) -> str:
+def _context(plan: KernelPlan) -> dict[str, Any]:
+    if isinstance(plan, Sm100Plan):
+        return {"parts": sm100_parts(plan, COMMON_PARTS), **sm100_context(plan)}
+    return _sm90_context(plan)
+
+
+def _sm90_context(plan: KernelPlan) -> dict[str, Any]:
+    """What the templates take of a Hopper plan, and what the common ones call things there."""
+    pull_pieces = plan.contract.shape.hidden // plan.pull_bytes
+    return {
+        "parts": (
+            "primitives/mbarrier.cuh.j2",
+            "primitives/bulk_copy.cuh.j2",
+            "primitives/memory_order.cuh.j2",
+            "primitives/data.cuh.j2",
+            "primitives/wgmma.cuh.j2",
+            *(("common/trace_record.cuh.j2",) if plan.trace else ()),
+            *COMMON_PARTS,
+            "sm90/load.cuh.j2",
+            "common/combine.cuh.j2",
+            f"sm90/mma_{plan.operand_order}.cuh.j2",
+            "common/epilogue.cuh.j2",
+            f"sm90/epilogue_{plan.operand_order}.cuh.j2",
+            "sm90/math.cuh.j2",
+            "common/finish.cuh.j2",
+            "sm90/kernel.cuh.j2",
+        ),
+        "operand_order": plan.operand_order,
+        "wgmma_n": 128 if plan.operand_order == "tokens_on_m" else plan.block_m,
+        "worker": "math",
+        "workers": "MATH",
+        "worker_warps": MATH_WARPS,
+        "worker_threads": MATH_WARPS * 32,
+        "stage_consumer": "math",
+        "dispatch_warps": 1,
+        "row_by_row": pull_pieces > 1,
+        "warp_parameter": "",
+        "warp_argument": "",
+        "sf_type": "float",
+        "sf_zero": "0.0f",
+        "sf_place": "pool_row % BLOCK_M * sizeof(float)",
+        "wait_scope": "",
+        "l1_stores_of_block": "L1_N_TILES",
+        "l2_stores_of_block": "L2_N_TILES",
+        "arrive_tile_empty": "mbarrier_arrive",
+    }
+
+
+def render_quantize(contract: Contract, arch: str) -> str:
     """The CUDA source of the companion kernel (`companion`); self-contained, entry point `QUANTIZE_ENTRY`."""
     shape = contract.shape
     problem = (
         Constant("HIDDEN", shape.hidden, "columns of a token", "u64"),
-        Constant("HIDDEN_BLOCKS", shape.hidden // SF_BLOCK, "SFs of a token"),
-        Constant("SF_BLOCK", SF_BLOCK, "columns that share an SF"),
+        Constant("HIDDEN_BLOCKS", shape.hidden // SF_BLOCK, "groups of 128 columns of a token"),
+        Constant("SF_BLOCK", SF_BLOCK, "columns of a group"),
         Constant("TOP_K", shape.top_k, "experts per token"),
         Constant("INVALID_ID", companion.INVALID_ID, "what an id that does not fit 32 bits becomes", "i32"),
         Constant("THREADS", companion.THREADS),
-        Constant("LANES_PER_GROUP", companion.LANES_PER_GROUP, "lanes of one SF group"),
+        Constant("LANES_PER_GROUP", companion.LANES_PER_GROUP, "lanes of a group"),
+        Constant("LANES_PER_SF", companion.lanes_per_sf(contract), "lanes whose columns share an SF"),
         Constant("COLUMNS_PER_LANE", SF_BLOCK // companion.LANES_PER_GROUP),
     )
     return _finish(
         _environment()
         .get_template("quantize.cu.j2")
         .render(
-            name=companion.quantize_name(contract),
+            name=companion.quantize_name(contract, arch),
             version=__version__,
             entry=QUANTIZE_ENTRY,
             lanes_per_group=companion.LANES_PER_GROUP,
+            format=contract.format,
+            sf_type="float" if contract.format == "fp8_block" else "u32",
             constants=(
                 ConstantGroup("problem", problem),
                 _offsets("symmetric buffer", "SYMM", contract.symm, "u64"),
@@ -123,6 +167,7 @@ def render_quantize(contract: Contract) -> str:
 
 
 _BLANK_INSIDE = re.compile(r"\n\n+(?=[ }])")  # left by a line that a template leaves out
+_COMMENT = re.compile(r"^( *)// \w.*(?:\n\1// \w.*)*", re.MULTILINE)
 _NAME = re.compile(r"\b[A-Za-z_]\w*")
 _LINE_DEFINITION = re.compile(r"(?:constexpr \w+|typedef .*|using|DEVICE .*?) \*?(\w+)(?: =|;|\(.*\}$)")
 _FUNCTION = re.compile(r"^(?:template .*\n)?DEVICE [^(]*?(\w+)\(", re.MULTILINE)
@@ -139,6 +184,7 @@ class _Piece:
 def _finish(text: str) -> str:
     """Cleans up what the templates leave, and drops the definitions that nothing in the kernel uses."""
     text = "\n".join(line.rstrip() for line in text.splitlines())
+    text = _COMMENT.sub(_wrapped, text)
     text = _BLANK_INSIDE.sub("\n", text)
     paragraphs = [_pieces(paragraph) for paragraph in re.split(r"\n\n+", text.strip())]
     used = _used_names([piece for paragraph in paragraphs for piece in paragraph])
@@ -148,6 +194,16 @@ def _finish(text: str) -> str:
         if len(left) == len(paragraph) or any(piece.name for piece in left):
             kept.append("\n".join(piece.text for piece in left))
     return "\n\n".join(kept) + "\n"
+
+
+def _wrapped(comment: re.Match[str]) -> str:
+    """The comment, wrapped anew if the names in it have made a line too long."""
+    lines = comment[0].splitlines()
+    if max(map(len, lines)) <= MAX_COLUMNS:
+        return comment[0]
+    start = f"{comment[1]}// "
+    text = " ".join(line.removeprefix(start) for line in lines)
+    return textwrap.fill(text, MAX_COLUMNS, initial_indent=start, subsequent_indent=start)
 
 
 def _pieces(paragraph: str) -> list[_Piece]:
@@ -175,11 +231,16 @@ def _used_names(pieces: list[_Piece]) -> set[str]:
 
 def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
     """The numbers of a plan as named constants, in the order in which a reader wants them."""
+    if isinstance(plan, Sm100Plan):
+        tiles, threads = sm100_tiles(plan), sm100_threads(plan)
+    else:
+        assert isinstance(plan, Sm90Plan)
+        tiles, threads = _sm90_tiles(plan), _sm90_threads(plan)
     return (
         ConstantGroup("problem", _problem_constants(plan)),
-        ConstantGroup("tiles and load pipeline", _tile_constants(plan)),
+        ConstantGroup("tiles and load pipeline", tiles),
         ConstantGroup("dispatch and combine", _token_constants(plan)),
-        ConstantGroup("threads and barriers", _thread_constants(plan)),
+        ConstantGroup("threads and barriers", threads),
         _offsets("shared memory", "SMEM", plan.smem, "u32"),
         _offsets("symmetric buffer", "SYMM", plan.contract.symm, "u64"),
         _offsets("local workspace", "LOCAL", plan.local, "u64"),
@@ -205,7 +266,7 @@ def _problem_constants(plan: KernelPlan) -> tuple[Constant, ...]:
     )
 
 
-def _tile_constants(plan: KernelPlan) -> tuple[Constant, ...]:
+def _sm90_tiles(plan: Sm90Plan) -> tuple[Constant, ...]:
     half_rows = 128 if plan.operand_order == "tokens_on_m" else 64  # weight rows of half a warpgroup's part
     return (
         Constant("BLOCK_M", plan.block_m, "token rows of a tile"),
@@ -256,7 +317,7 @@ def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
     )
 
 
-def _thread_constants(plan: KernelPlan) -> tuple[Constant, ...]:
+def _sm90_threads(plan: Sm90Plan) -> tuple[Constant, ...]:
     roles = {role.name: role for role in plan.roles}
     return (
         Constant("THREADS", plan.threads),

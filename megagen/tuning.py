@@ -18,7 +18,7 @@ from megagen.contract import Contract
 from megagen.errors import CacheError, PlanError
 from megagen.files import write_atomically
 from megagen.planning import KernelPlan, PlanSet, make_plan
-from megagen.planning.sm90 import LADDER
+from megagen.planning.planner import ladder_of
 
 FILE_NAME = "tuned.json"
 SCHEMA_VERSION = 1
@@ -34,7 +34,7 @@ def candidate_choices(contract: Contract, arch: str, tokens: int, sms: int) -> l
     Choices that no plan exists for, or that give a plan which is there already, are left out.
     """
     found: dict[str, Choice] = {}
-    for choice in ({}, *({"block_m": block_m} for block_m in LADDER)):
+    for choice in ({}, *({"block_m": block_m} for block_m in ladder_of(arch))):
         try:
             plan = make_plan(contract, arch, tokens, sms=sms, **choice)
         except PlanError:

@@ -25,6 +25,7 @@ from megagen.formats import (
     ue8m0_to_float32,
     unpack_e2m1,
 )
+from megagen.planning.sm100 import SF_ATOM_ROWS, SF_BYTES, sf_offset
 from megagen.shape import MoEShape
 
 
@@ -48,7 +49,8 @@ class ExpertWeights(NamedTuple):
 
 
 class KernelWeights(NamedTuple):
-    """The same weights in a kernel's layout (``contract.WeightLayout.regions``): uint8, and float32 SFs."""
+    """The same weights in a kernel's layout (``contract.WeightLayout.regions``): uint8, and SFs as float32 or
+    int32 words of four UE8M0."""
 
     w13: torch.Tensor
     w13_sf: torch.Tensor
@@ -197,38 +199,39 @@ def _expand(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return scale.repeat_interleave(rows, dim=-2).repeat_interleave(columns, dim=-1)
 
 
-# Kernel layout of sm90 (described in contract.WeightLayout)
+# Kernel layouts (described in contract.WeightLayout)
 
 GATE_UP_INTERLEAVE = 8
 SWIZZLE_ROWS = 8
 SWIZZLE_CHUNK = 16
 
+_UE8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+_DTYPES = {
+    "fp8_block": ((torch.float8_e4m3fn,), (torch.float32, torch.float8_e8m0fnu)),
+    "mxfp8_mxfp4": ((torch.uint8, torch.float4_e2m1fn_x2), _UE8M0_DTYPES),
+}
+"""Of the values and of the SFs of checkpoint weights."""
 
-def check_fp8_block(weights: ExpertWeights, layout: WeightLayout) -> None:
-    """Checks a rank's ``fp8_block`` checkpoint tensors against its layout.
+
+def check_experts(weights: ExpertWeights, layout: WeightLayout) -> None:
+    """Checks a rank's checkpoint tensors (``ExpertWeights``) against its layout.
 
     Raises:
         InputError: names the tensor whose dtype, shape or device does not fit.
     """
-    h, i, e = layout.shape.hidden, layout.shape.intermediate, layout.local_experts
-    block = FP8_BLOCK
-    expected = {
-        "w13": (e, 2 * i, h),
-        "w13_scale": (e, 2 * i // block, h // block),
-        "w2": (e, h, i),
-        "w2_scale": (e, h // block, i // block),
-    }
-    for (name, shape), tensor in zip(expected.items(), weights):
-        dtypes = _SCALE_DTYPES if name.endswith("scale") else (torch.float8_e4m3fn,)
+    for name, tensor in weights._asdict().items():
+        values, scales = _DTYPES[layout.format]
+        dtypes = scales if name.endswith("scale") else values
         if tensor.dtype not in dtypes:
             raise InputError(
                 f"{name} has dtype {tensor.dtype}; give {' or '.join(map(str, dtypes))}, "
                 f"or quantize bfloat16 weights with megagen.weights.quantize_experts"
             )
-        if tuple(tensor.shape) != shape:
+        shapes = _checkpoint_shapes(name, layout)
+        if tuple(tensor.shape) not in shapes:
             raise InputError(
-                f"{name} has shape {list(tensor.shape)}; "
-                f"{layout.shape} with {e} local experts needs {list(shape)}"
+                f"{name} has shape {list(tensor.shape)}; {layout.shape} with {layout.local_experts} local "
+                f"experts needs {' or '.join(str(list(shape)) for shape in shapes)}"
             )
         if tensor.device != weights.w13.device:
             raise InputError(
@@ -236,12 +239,20 @@ def check_fp8_block(weights: ExpertWeights, layout: WeightLayout) -> None:
             )
 
 
-_SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+def _checkpoint_shapes(name: str, layout: WeightLayout) -> list[tuple[int, int, int]]:
+    """What a field of ``ExpertWeights`` may have as its shape."""
+    h, i, e = layout.shape.hidden, layout.shape.intermediate, layout.local_experts
+    n, k = (2 * i, h) if name.startswith("w13") else (h, i)
+    if layout.format == "fp8_block":
+        return [(e, n // FP8_BLOCK, k // FP8_BLOCK) if name.endswith("scale") else (e, n, k)]
+    if name.endswith("scale"):
+        return [(e, n, k // MX_BLOCK), (e, n // MX_BLOCK, k // MX_BLOCK)]
+    return [(e, n, k // 2)]
 
 
 def empty_kernel_weights(layout: WeightLayout, device: torch.device | str = "cpu") -> KernelWeights:
-    """Uninitialized tensors for a layout: bytes for E4M3, float32 for SFs."""
-    dtypes = {"e4m3": torch.uint8, "f32": torch.float32}
+    """Uninitialized tensors for a layout: bytes for values, float32 or int32 (four packed UE8M0) for SFs."""
+    dtypes = {"e4m3": torch.uint8, "u8": torch.uint8, "f32": torch.float32, "u32": torch.int32}
     return KernelWeights(
         **{r.name: torch.empty(r.shape, dtype=dtypes[r.dtype], device=device) for r in layout.regions.regions}
     )
@@ -250,48 +261,99 @@ def empty_kernel_weights(layout: WeightLayout, device: torch.device | str = "cpu
 def to_kernel_layout(
     weights: ExpertWeights, layout: WeightLayout, out: KernelWeights | None = None
 ) -> KernelWeights:
-    """Transform ``fp8_block`` checkpoint weights to the kernel's layout, expert by expert.
+    """Transform checkpoint weights to the kernel's layout, expert by expert.
 
     Args:
-        weights: a rank's experts; SFs may also be ``float8_e8m0fnu``.
+        weights: a rank's experts, of the layout's format; SFs of ``fp8_block`` may also be
+            ``float8_e8m0fnu``, those of ``mxfp8_mxfp4`` one per row and 32 of K, or per 32 x 32 block.
         out: tensors to write to, such as those of an earlier call; by default new ones on the same device.
 
     Raises:
-        InputError: weights that do not fit the layout, or a format other than ``fp8_block``.
+        InputError: weights that do not fit the layout.
     """
-    if layout.format != "fp8_block":
-        raise InputError(f"format={layout.format!r} has another layout; to_kernel_layout makes fp8_block")
-    check_fp8_block(weights, layout)
+    check_experts(weights, layout)
     if out is None:
         out = empty_kernel_weights(layout, weights.w13.device)
+    transform = _fp8_block_expert if layout.format == "fp8_block" else _mxfp4_expert
     for expert in range(layout.local_experts):
-        w13, w2 = (_bytes(matrix[expert]) for matrix in (weights.w13, weights.w2))
-        out.w13[expert] = _tile(_interleave(w13), layout.block_n)
-        out.w2[expert] = _tile(_pad_rows(w2, layout.block_n), layout.block_n)
-        # A w13 tile of 256 rows holds 128 of gate and 128 of up: the pair of block rows t and t + I / 128.
-        gate, up = weights.w13_scale[expert].float().chunk(2)
-        out.w13_sf[expert] = torch.stack((gate, up), dim=-1)
-        w2_scale = _pad_rows(weights.w2_scale[expert].float(), layout.block_n // FP8_BLOCK)
-        out.w2_sf[expert] = w2_scale.unflatten(0, (layout.n_tiles2, -1)).transpose(1, 2)
+        transform(ExpertWeights(*(tensor[expert] for tensor in weights)), layout, out, expert)
     return out
+
+
+def _fp8_block_expert(weights: ExpertWeights, layout: WeightLayout, out: KernelWeights, expert: int) -> None:
+    w13, w2 = _bytes(weights.w13), _bytes(weights.w2)
+    out.w13[expert] = _tile(_interleave(w13), layout.block_n)
+    out.w2[expert] = _tile(_pad_rows(w2, layout.block_n), layout.block_n)
+    # A w13 tile of 256 rows holds 128 of gate and 128 of up: the pair of block rows t and t + I / 128.
+    gate, up = weights.w13_scale.float().chunk(2)
+    out.w13_sf[expert] = torch.stack((gate, up), dim=-1)
+    w2_scale = _pad_rows(weights.w2_scale.float(), layout.block_n // FP8_BLOCK)
+    out.w2_sf[expert] = w2_scale.unflatten(0, (layout.n_tiles2, -1)).transpose(1, 2)
+
+
+def _mxfp4_expert(weights: ExpertWeights, layout: WeightLayout, out: KernelWeights, expert: int) -> None:
+    w13, w2 = _bytes(weights.w13), _bytes(weights.w2)
+    out.w13[expert] = _interleave(w13)
+    out.w2[expert] = _pad_rows(w2, layout.block_n)
+    w13_scale = _interleave(expand_mxfp4_scale(weights.w13_scale, len(w13)))
+    out.w13_sf[expert] = _pack_sf(w13_scale, layout.block_n)
+    w2_scale = _pad_rows(expand_mxfp4_scale(weights.w2_scale, len(w2)), layout.block_n)
+    out.w2_sf[expert] = _pack_sf(w2_scale, layout.block_n)
 
 
 def from_kernel_layout(weights: KernelWeights, layout: WeightLayout) -> ExpertWeights:
-    """Inverse of ``to_kernel_layout``, expert by expert; SFs come back as float32."""
-    h, i, e = layout.shape.hidden, layout.shape.intermediate, layout.local_experts
-    block, device = FP8_BLOCK, weights.w13.device
-    out = ExpertWeights(
-        w13=torch.empty(e, 2 * i, h, dtype=torch.float8_e4m3fn, device=device),
-        w13_scale=torch.empty(e, 2 * i // block, h // block, device=device),
-        w2=torch.empty(e, h, i, dtype=torch.float8_e4m3fn, device=device),
-        w2_scale=torch.empty(e, h // block, i // block, device=device),
-    )
-    for expert in range(e):
-        _bytes(out.w13[expert]).copy_(_deinterleave(_untile(weights.w13[expert])))
-        _bytes(out.w2[expert]).copy_(_untile(weights.w2[expert])[:h])
-        out.w13_scale[expert] = torch.cat(weights.w13_sf[expert].unbind(-1))
-        out.w2_scale[expert] = weights.w2_sf[expert].transpose(1, 2).flatten(0, 1)[: h // block]
+    """Inverse of ``to_kernel_layout``, expert by expert; SFs come back as float32, or one UE8M0 per row."""
+    back = _fp8_block_checkpoint if layout.format == "fp8_block" else _mxfp4_checkpoint
+    out: ExpertWeights | None = None
+    for expert in range(layout.local_experts):
+        own = back(KernelWeights(*(tensor[expert] for tensor in weights)), layout)
+        if out is None:
+            out = ExpertWeights(*(part.new_empty(layout.local_experts, *part.shape) for part in own))
+        for whole, part in zip(out, own, strict=True):
+            whole[expert] = part
+    assert out is not None  # a rank has an expert or more
     return out
+
+
+def _fp8_block_checkpoint(weights: KernelWeights, layout: WeightLayout) -> ExpertWeights:
+    hidden, e4m3 = layout.shape.hidden, torch.float8_e4m3fn
+    return ExpertWeights(
+        w13=_deinterleave(_untile(weights.w13)).contiguous().view(e4m3),
+        w13_scale=torch.cat(weights.w13_sf.unbind(-1)),
+        w2=_untile(weights.w2)[:hidden].contiguous().view(e4m3),
+        w2_scale=weights.w2_sf.transpose(1, 2).flatten(0, 1)[: hidden // FP8_BLOCK],
+    )
+
+
+def _mxfp4_checkpoint(weights: KernelWeights, layout: WeightLayout) -> ExpertWeights:
+    hidden = layout.shape.hidden
+    return ExpertWeights(
+        w13=_deinterleave(weights.w13),
+        w13_scale=_deinterleave(_unpack_sf(weights.w13_sf)),
+        w2=weights.w2[:hidden],
+        w2_scale=_unpack_sf(weights.w2_sf)[:hidden],
+    )
+
+
+def _pack_sf(scale: torch.Tensor, tile_n: int) -> torch.Tensor:
+    """UE8M0 [N, K / 32] -> int32 [N / tile_n, K / 128, tile_n / 128, 128]: the four SFs of a row and 128 of K
+    in a word, the words of 128 rows in the order of ``planning.sm100.sf_offset``."""
+    words = scale.contiguous().view(torch.int32)
+    tiles = words.reshape(len(words) // tile_n, tile_n // SF_ATOM_ROWS, SF_ATOM_ROWS, -1)
+    packed = torch.empty_like(tiles)
+    packed[:, :, _sf_places(scale.device)] = tiles
+    return packed.permute(0, 3, 1, 2)
+
+
+def _unpack_sf(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of ``_pack_sf``."""
+    words = packed[..., _sf_places(packed.device)].permute(0, 2, 3, 1).flatten(0, 2)
+    return words.flatten().view(torch.uint8).view(len(words), -1)
+
+
+def _sf_places(device: torch.device) -> torch.Tensor:
+    """Place of each row's word among those of its 128 rows."""
+    return torch.tensor([sf_offset(row) // SF_BYTES for row in range(SF_ATOM_ROWS)], device=device)
 
 
 def _bytes(matrix: torch.Tensor) -> torch.Tensor:

@@ -23,12 +23,14 @@ from pathlib import Path
 import numpy as np
 from cuda.bindings import nvrtc
 
+from megagen.arch import Arch
 from megagen.contract import Contract
 from megagen.emulator.cases import Case, expert_weights, judge, run
 from megagen.emulator.layer import EmulatedLayer, Kernel
 from megagen.errors import CompileError, EmulatorError, StepLimit, UnsupportedInstruction
 from megagen.files import write_atomically
 from megagen.planning import KernelPlan, make_plan
+from megagen.planning.planner import default_format
 from megagen.protocol import STATUS_FIELDS
 from megagen.render import ENTRY, render
 from megagen.shape import MoEShape
@@ -68,7 +70,7 @@ extern "C" __global__ void abort_launch(unsigned* first, unsigned* second, unsig
 
 @dataclass(frozen=True)
 class Scenario:
-    """A way to run a kernel.
+    """A way to run a kernel; `sms` counts clusters.
 
     Attributes:
         refuses: a rank whose device count is above its tokens, so that its kernel stops the launch.
@@ -135,20 +137,23 @@ class Outcome:
     message: str = ""
 
 
-def variants() -> tuple[Variant, ...]:
-    """Tiles with tokens on N and on M; loaders that run far ahead, or can't; one SM publishing, or all."""
-    contract = Contract(SHAPE, RANKS, MAX_TOKENS)
-    small, large = (make_plan(contract, tokens=MAX_TOKENS, sms=2, block_m=tile) for tile in (16, 128))
+def variants(arch: str = "sm90") -> tuple[Variant, ...]:
+    """Small and large tiles (on Hopper: tokens on N and on M); loaders that run far ahead, or can't; one SM
+    publishing, or all."""
+    contract = Contract(SHAPE, RANKS, MAX_TOKENS, default_format(arch))
+    small, large = (make_plan(contract, arch, MAX_TOKENS, sms=2, block_m=tile) for tile in (16, 128))
+    names = ("tokens on N", "tokens on M") if arch == "sm90" else ("16 rows", "128 rows")
     return (
-        Variant("tokens on N", replace(small, pull_bytes=128)),
-        Variant("tokens on M", replace(large, pull_bytes=128, stages=2, lone_publisher_routes=0)),
+        Variant(names[0], replace(small, pull_bytes=128)),
+        Variant(names[1], replace(large, pull_bytes=128, stages=2, lone_publisher_routes=0)),
     )
 
 
-def compile_ptx(source: str) -> str:
+def compile_ptx(source: str, arch: str = "sm90") -> str:
     """PTX without a cubin: a third of the time."""
     _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"mutant.cu", 0, [], [])
-    options = [b"--gpu-architecture=compute_90a", b"--std=c++17", b"--generate-line-info"]
+    target = Arch.get(arch).compile_target.replace("sm_", "compute_")
+    options = [f"--gpu-architecture={target}".encode(), b"--std=c++17", b"--generate-line-info"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     try:
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -177,7 +182,7 @@ class Bench:
         self.source = render(variant.plan)
         self.expected: dict[str, list[dict[str, int]]] = {}
         self._steps: dict[str, int] = {}
-        self._bystanders = compile_ptx(BYSTANDERS)
+        self._bystanders = compile_ptx(BYSTANDERS, variant.plan.arch)
         kernel = self.kernel(self.source)
         for scenario in scenarios:
             problem, layer, status = self._run(kernel, scenario, 0)
@@ -187,7 +192,7 @@ class Bench:
             self.expected[scenario.name] = status
 
     def kernel(self, source: str) -> Kernel:
-        return Kernel(self.variant.plan, source, compile_ptx(source), ENTRY)
+        return Kernel(self.variant.plan, source, compile_ptx(source, self.variant.plan.arch), ENTRY)
 
     def hunt(self, mutant: Mutant) -> Outcome:
         """Run the scenarios until one catches the mutant."""
@@ -213,7 +218,7 @@ class Bench:
         """What is wrong, the layer, and the ranks' status blocks."""
         case = Case(
             (self.variant.plan,) * RANKS,
-            scenario.sms,
+            tuple(sms * self.variant.plan.cluster for sms in scenario.sms),
             scenario.tokens,
             scenario.routing,
             scenario.seed,
@@ -223,7 +228,7 @@ class Bench:
             case.contract,
             (kernel,) * RANKS,
             case.sms,
-            expert_weights(SHAPE),
+            expert_weights(SHAPE, case.contract.format),
             bystanders=int(scenario.fails),
             seed=case.seed,
             max_steps=steps,
@@ -332,10 +337,11 @@ def markdown(outcomes: Sequence[Outcome], claims: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON report; a Markdown table goes beside it")
+    parser.add_argument("--arch", default="sm90", help="whose kernels")
     parser.add_argument("--only", default="*", help="pattern of names")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     args = parser.parse_args()
-    benches = [Bench(variant) for variant in variants()]
+    benches = [Bench(variant) for variant in variants(args.arch)]
     chosen = [places for places in all_mutants(benches) if fnmatch.fnmatchcase(places[0][1].name, args.only)]
     if args.list:
         print("\n".join(places[0][1].name for places in chosen))

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 _DEFINITION = re.compile(
     r"^[ ]*(?:DEVICE|__device__ __forceinline__)\s+(?P<type>[\w:&<>,*\s]+?)\s*\b(?P<name>\w+)\(|"
-    r"^extern \"C\" __global__ .*?\s(?P<entry>\w+)\(const __grid_constant__",
+    r"^extern \"C\" __global__ [^{]*?\s(?P<entry>\w+)\(const __grid_constant__",
     re.MULTILINE,
 )
 _SYNCHRONIZES = re.compile(
     r"mbarrier\.(?!init)|\bfence\.|\b(?:ld|st)\.(?:acquire|release|relaxed)|\b(?:red|atom)\.|\bbar\.sync|"
-    r"wgmma\.(?:fence|commit_group|wait_group)"
+    r"wgmma\.(?:fence|commit_group|wait_group)|tcgen05\.(?:fence|commit|wait)|barrier\.cluster"
 )
 _BUILTINS = {"__syncwarp": "void", "__syncthreads": "void", "atomicAdd": "u32", "atomicOr": "u32"}
 _COMPOSITES = re.compile(r"wait_(?:for|unless)_\w+|\w+_test_wait")
@@ -38,7 +38,13 @@ _ORDER = (
     ("acq_rel to relaxed", r"\batom\.acq_rel\b", "atom.relaxed"),
     ("relaxed to weak", r"\b(ld|st)\.relaxed\.\w+\.", r"\1."),
     ("release to relaxed", r"mbarrier\.arrive\.(shared|expect_tx\.shared)", r"mbarrier.arrive.~\1"),
-    ("acquire to relaxed", r"mbarrier\.(test|try)_wait\.parity\.", r"mbarrier.\1_wait.parity.relaxed.cta."),
+    ("release to relaxed", r"mbarrier\.arrive\.release", "mbarrier.arrive.relaxed"),
+    (
+        "acquire to relaxed",
+        r"mbarrier\.(test|try)_wait\.parity\.shared",
+        r"mbarrier.\1_wait.parity.relaxed.cta.shared",
+    ),
+    ("acquire to relaxed", r"_wait\.parity\.acquire", "_wait.parity.relaxed"),
     ("sync to arrive", r"\bbar\.sync\b", "bar.arrive"),
 )
 """(what is weakened, pattern in the PTX, replacement)."""

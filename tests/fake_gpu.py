@@ -12,7 +12,7 @@ from megagen.arch import Arch
 from megagen.compiler import CompiledKernel
 from megagen.contract import Contract
 from megagen.planning import PlanSet
-from megagen.protocol import params_fields, struct_offsets
+from megagen.protocol import Field, params_fields, struct_offsets
 from megagen.runtime import driver, kernels, launch, layer, local, symmetric
 from megagen.runtime.kernels import KernelBundle
 
@@ -63,15 +63,19 @@ class FakeDriver:
 
         self._real = real
         self.launches: list[SimpleNamespace] = []
+        self.tensor_maps = False  # whether kernels take weights through tensor maps
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("cu") and name != "cuuint32_t" and name != "cuuint64_t":
             return lambda *arguments: (self._real.CUresult.CUDA_SUCCESS, 1)
         return getattr(self._real, name)
 
+    def _fields(self) -> tuple[Field, ...]:
+        return params_fields(self.ranks, tensor_maps=self.tensor_maps)
+
     def cuLaunchKernelEx(self, config: object, function: object, pointers: int, extra: int) -> tuple[object]:
         struct = ctypes.c_uint64.from_address(pointers).value
-        fields = companion.QUANTIZE_FIELDS if not config.numAttrs else params_fields(self.ranks)
+        fields = companion.QUANTIZE_FIELDS if not config.numAttrs else self._fields()
         offsets, size = struct_offsets(fields)
         packed = ctypes.string_at(struct, size)
         values = {

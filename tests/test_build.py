@@ -34,7 +34,7 @@ def small_sources(monkeypatch):
     """Kernels that compile in a moment, in place of the rendered ones."""
     text = 'extern "C" __global__ void __launch_bounds__(32) k(int* p) { p[threadIdx.x] = NUMBER; }\n'
     monkeypatch.setattr(render, "render", lambda plan: text.replace("NUMBER", str(plan.block_m)))
-    monkeypatch.setattr(render, "render_quantize", lambda contract: text.replace("NUMBER", "0"))
+    monkeypatch.setattr(render, "render_quantize", lambda contract, arch: text.replace("NUMBER", "0"))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_kernel_and_companion_load_clean(compiled_folder):
     assert kernel.cubin == (compiled_folder / f"{plan.name}.cubin").read_bytes()
     assert kernel.entry == render.ENTRY
     (helper,) = folder.helpers(CONTRACT, "sm90")
-    assert helper == f"helpers/{quantize_name(CONTRACT)}"
+    assert helper == f"helpers/{quantize_name(CONTRACT, 'sm90')}"
     assert folder.load(helper).entry == render.QUANTIZE_ENTRY
 
 
@@ -198,7 +198,7 @@ def test_sets_live_side_by_side_and_replace_their_like(tmp_path, small_sources):
     (small,) = kernels_of(tokens=1).plans.plans
     (other,) = kernels_of(OTHER_CONTRACT).plans.plans
     assert small.name != replaced.name
-    helpers = {f"helpers/{quantize_name(contract)}" for contract in (CONTRACT, OTHER_CONTRACT)}
+    helpers = {f"helpers/{quantize_name(contract, 'sm90')}" for contract in (CONTRACT, OTHER_CONTRACT)}
     assert set(folder.names) == {small.name, other.name} | helpers
     assert not list(tmp_path.glob(f"{replaced.name}*"))
     assert folder.load(other.name).entry == folder.load(small.name).entry == "k"

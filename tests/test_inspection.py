@@ -55,6 +55,21 @@ def test_cubin_of_a_megakernel(megakernel):
     assert (read.entry, read.registers, read.stack) == (megakernel.entry, megakernel.registers, 0)
 
 
+@needs_nvdisasm
+@pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])
+def test_mix_of_a_blackwell_kernel(target):
+    """Block-scaled MMAs of a pair, copies to tensor memory and loads from it, one tensor copy."""
+    contract = Contract(MoEShape.preset("tiny"), 2, 64, "mxfp8_mxfp4")
+    plan = make_plan(contract, "sm100", block_m=128)
+    mix = instruction_mix(compiler.compile(render(plan), target, name=f"{plan.name}.cu").cubin)
+    stages = mix.opcodes["UTCQMMA"] / plan.mmas_per_stage  # the compiler unrolls the loop over K blocks
+    assert stages == int(stages) >= 1
+    assert mix.opcodes["UTCCP"] == stages * (1 + plan.sf_atoms)
+    assert mix.opcodes["LDTM"] == 2 and mix.opcodes["UTMALDG"] >= 1
+    assert mix.opcodes["USETMAXREG"] == 3
+    assert mix.by_category()["tensor core"] == mix.opcodes["UTCQMMA"]
+
+
 @pytest.mark.parametrize("contents", [b"", b"no ELF", b"\x7fELF", b"\x7fELF" + bytes(200)], ids=len)
 def test_what_is_no_cubin_is_refused(contents):
     with pytest.raises(InputError, match="not a cubin"):

@@ -133,7 +133,7 @@ def test_worst_row_counts_fit_the_pool(plan, random_source):
 @given(plans(max_tokens=8192), st.integers(1, 132))
 @quick
 def test_a_ring_never_makes_a_block_wait_for_itself(plan, sms):
-    """The block a ring before any block of a panel lies in an earlier panel; first rows need no wait at all."""
+    """The block a ring before any of a panel lies in an earlier panel, and first rows need no wait."""
     contract, block_m = plan.contract, plan.block_m
     if not plan.is_ring:
         return
@@ -319,7 +319,8 @@ BASES = {"sm90": make_plan(TINY, "sm90", 64), "sm100": make_plan(FLASH, "sm100",
         ("sm90", {"experts_per_wave": 3}, "experts_per_wave=3"),
         ("sm90", {"pull_bytes": 200}, "pull_bytes=200"),
         ("sm90", {"combine_columns": 64}, "combine_columns=64"),
-        ("sm100", {"stages": 90}, "shared memory"),
+        ("sm100", {"stages": 90}, "tensor memory: 1024 columns"),
+        ("sm100", {"stages": 40}, "shared memory"),
         ("sm100", {"block_m": 48}, "block_m=48"),
         ("sm100", {"block_m": 256}, "block_m=256"),
         ("sm100", {"operand_order": "tokens_on_m"}, "operand_order='tokens_on_m'"),
@@ -476,8 +477,8 @@ def test_planning_imports_neither_torch_nor_jinja2():
 @pytest.mark.parametrize(
     ("block_m", "columns", "tokens_staged", "sf_bytes", "tile_bytes"),
     [
-        (16, 64, 1024, 256, 2304),
-        (32, 128, 2048, 512, 4608),
+        (16, 128, 1024, 256, 2304),
+        (32, 256, 2048, 512, 4608),
         (64, 256, 4096, 512, 8704),
         (96, 256, 6144, 512, 12800),
         (128, 512, 8192, 512, 16896),

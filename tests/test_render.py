@@ -11,12 +11,12 @@ from megagen.build import stale_files
 from megagen.contract import Contract
 from megagen.files import templates_dir
 from megagen.planning import KernelPlan, make_plan
-from megagen.planning.sm90 import LADDER
+from megagen.planning.planner import default_format, ladder_of
 from megagen.render import render, render_quantize
 from megagen.shape import MoEShape
 
 MAX_COLUMNS = 110
-MAX_LINES = 1840  # of a kernel; with a trace up to 60 more
+MAX_LINES = {"sm90": 1840, "sm100": 2260, "sm103": 2260}  # of a kernel; with a trace up to 60 more
 SHAPES = {
     "flash8": MoEShape.preset("flash8", 2),
     "micro": MoEShape.preset("micro", 2),  # hidden % 256 == 128
@@ -25,29 +25,35 @@ SHAPES = {
 }
 
 
-def plan_of(shape: str, block_m: int, **contract) -> KernelPlan:
-    return make_plan(Contract(SHAPES[shape], 2, max_tokens=1024, **contract), "sm90", block_m=block_m)
+def plan_of(shape: str, arch: str, block_m: int, **options) -> KernelPlan:
+    contract = Contract(SHAPES[shape], 2, 1024, default_format(arch), **options)
+    return make_plan(contract, arch, block_m=block_m)
 
 
-def plans() -> dict[str, KernelPlan]:
-    found = {f"{shape}-m{m}": plan_of(shape, m) for shape in SHAPES for m in LADDER}
-    for m in (LADDER[0], LADDER[-1]):
-        found[f"clamp-m{m}"] = plan_of("micro", m, clamp=7.0)
-        found[f"exact-m{m}"] = plan_of("micro", m, activation="exact")
-        found[f"trace-m{m}"] = replace(plan_of("flash8", m), trace=True)
-    found["one-rank"] = make_plan(Contract(SHAPES["micro"], 1, max_tokens=64), "sm90")
-    found["many-ranks"] = make_plan(Contract(MoEShape(7168, 2048, 288, 32), 72, max_tokens=64), "sm90")
-    return found
+def plans(arch: str) -> dict[str, KernelPlan]:
+    ladder, format = ladder_of(arch), default_format(arch)
+    found = {f"{shape}-m{m}": plan_of(shape, arch, m) for shape in SHAPES for m in ladder}
+    for m in (ladder[0], ladder[-1]):
+        found[f"clamp-m{m}"] = plan_of("micro", arch, m, clamp=7.0)
+        found[f"exact-m{m}"] = plan_of("micro", arch, m, activation="exact")
+        found[f"trace-m{m}"] = replace(plan_of("flash8", arch, m), trace=True)
+    found["one-rank"] = make_plan(Contract(SHAPES["micro"], 1, 64, format), arch)
+    found["many-ranks"] = make_plan(Contract(MoEShape(7168, 2048, 288, 32), 72, 64, format), arch)
+    found["many-experts"] = make_plan(Contract(MoEShape(2048, 768, 128, 8), 1, 1024, format), arch)
+    return {f"{arch}-{name}": plan for name, plan in found.items()}
 
 
-PLANS = plans()
-HELPER = Contract(SHAPES["flash8"], 2, max_tokens=1024)
-SOURCES = [*PLANS, "quantize"]
+PLANS = {**plans("sm90"), **plans("sm100")}
+HELPERS = {f"{arch}-quantize": arch for arch in ("sm90", "sm100")}
+SOURCES = [*PLANS, *HELPERS]
 
 
 @cache
 def source(name: str) -> str:
-    return render_quantize(HELPER) if name == "quantize" else render(PLANS[name])
+    if name in HELPERS:
+        arch = HELPERS[name]
+        return render_quantize(Contract(SHAPES["flash8"], 2, 1024, default_format(arch)), arch)
+    return render(PLANS[name])
 
 
 def code_of(text: str) -> str:
@@ -95,7 +101,7 @@ def test_everything_that_is_defined_is_used(name):
 @pytest.mark.parametrize("name", PLANS)
 def test_a_kernel_stays_short(name):
     lines = source(name).count("\n")
-    assert lines <= MAX_LINES + (60 if PLANS[name].trace else 0)
+    assert lines <= MAX_LINES[PLANS[name].arch] + (60 if PLANS[name].trace else 0)
 
 
 def test_each_definition_of_a_template_is_in_some_kernel():
@@ -118,11 +124,44 @@ def test_no_header_is_included(name):
 
 def test_reasons_are_told_in_full():
     """However long: they are wrapped, not cut."""
-    plan = PLANS["flash8-m128"]
-    head = source("flash8-m128").split("typedef", 1)[0]
+    plan = PLANS["sm90-flash8-m128"]
+    head = source("sm90-flash8-m128").split("typedef", 1)[0]
     words = " ".join(re.sub(r"^// *", "", line) for line in head.splitlines())
     for choice in plan.choices:
         assert f"{choice.value}: {choice.reason}" in words
+
+
+def test_comments_are_wrapped_where_names_make_them_long():
+    """Common templates call things by the architecture's names."""
+    text = source("sm100-flash8-m128")
+    assert "epilogue warps, which have nothing to compute yet" in text.replace("\n// ", " ")
+    assert "math" not in re.sub(r"ROLE_MATH", "", text)
+
+
+STEPS = {
+    "counts its share of the": "dispatch 1, count",
+    "claims slots for them": "dispatch 2, slot offsets",
+    "writes each to its expert's": "dispatch 3, index",
+    "no rank pulls before all have published": "dispatch 4, one barrier across ranks",
+    "min-peeling": "dispatch 5, pull",
+    "zeroes what the next": "dispatch 6, clean up",
+    "waits for the rows of a block": "token loader",
+    "wait for empty stages only": "weight loader",
+    "to tensor memory, in both CTAs": "issue, scale factors",
+    "Only the first of a tile does not add": "issue, four MMAs",
+    "SwiGLU of this CTA's 64 intermediate columns": "L1 epilogue",
+    "Largest magnitude of each of the lane's tokens over the 32 intermediate columns": "L1 epilogue, amax",
+    "128 columns of STORE_ROWS tokens home": "L2 epilogue",
+    "in order of k": "combine",
+    "Waves of EXPERTS_PER_WAVE experts": "schedule",
+}
+"""Words of the comment at which a reader of a Blackwell kernel finds each of its steps."""
+
+
+@pytest.mark.parametrize("words", STEPS)
+def test_each_step_is_found_by_its_comment(words):
+    comments = " ".join(re.findall(r"//(.*)", source("sm100-flash8-m128")))
+    assert words in re.sub(r"\s+", " ", comments), STEPS[words]
 
 
 def test_committed_kernels_are_fresh():

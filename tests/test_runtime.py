@@ -78,19 +78,19 @@ def test_quantize_grid_covers_all_groups_up_to_what_fits() -> None:
 def test_quantize_name_follows_the_buffer_only() -> None:
     clamped = dataclasses.replace(CONTRACT, clamp=7.0, activation="exact")
     larger = dataclasses.replace(CONTRACT, max_tokens=65)
-    assert companion.quantize_name(clamped) == companion.quantize_name(CONTRACT)
-    assert companion.quantize_name(larger) != companion.quantize_name(CONTRACT)
+    assert companion.quantize_name(clamped, "sm90") == companion.quantize_name(CONTRACT, "sm90")
+    assert companion.quantize_name(larger, "sm90") != companion.quantize_name(CONTRACT, "sm90")
 
 
 def test_quantize_kernel_compiles_clean() -> None:
     from megagen import compiler
     from megagen.render import QUANTIZE_ENTRY, render_quantize
 
-    source = render_quantize(CONTRACT)
+    source = render_quantize(CONTRACT, "sm90")
     kernel = compiler.compile(source, "sm_90a", name="quantize.cu")
     assert kernel.entry == QUANTIZE_ENTRY
     assert max(len(line) for line in source.splitlines()) <= 130
-    assert source == render_quantize(dataclasses.replace(CONTRACT, clamp=7.0))
+    assert source == render_quantize(dataclasses.replace(CONTRACT, clamp=7.0), "sm90")
 
 
 # Argument checks

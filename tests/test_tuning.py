@@ -6,7 +6,7 @@ import pytest
 
 from megagen import CacheError, MoEShape, tuning
 from megagen.contract import Contract
-from megagen.planning import make_plan, plan_set
+from megagen.planning import make_plan, plan_set, sm100
 
 TINY = MoEShape.preset("tiny")
 CONTRACT = Contract(TINY, 2, 512)
@@ -83,3 +83,11 @@ def test_candidates_are_distinct_and_start_with_the_rules():
     assert choices[0] == {}
     assert len({plan.hash for plan in plans}) == len(plans) >= 4
     assert {plan.block_m for plan in plans} == {16, 32, 64, 128}
+
+
+def test_candidates_are_tiles_of_the_architecture():
+    contract = Contract(MoEShape.preset("flash8", 2), 2, 1024, "mxfp8_mxfp4")
+    choices = tuning.candidate_choices(contract, "sm100", 1024, 148)
+    tiles = [choice["block_m"] for choice in choices if choice]
+    own = make_plan(contract, "sm100", 1024, sms=148).block_m
+    assert choices[0] == {} and sorted([own, *tiles]) == sorted(sm100.LADDER)

@@ -251,5 +251,85 @@ def test_checkpoint_tensors_that_do_not_fit_are_named(field, value, words):
 
 def test_other_formats_are_refused():
     shape = MoEShape.preset("micro")
-    with pytest.raises(InputError, match=r"mxfp8_mxfp4"):
+    with pytest.raises(InputError, match=r"w13 has dtype torch.float8_e4m3fn; give torch.uint8"):
         to_kernel_layout(random_bytes_as_weights(shape), WeightLayout(shape, 4, format="mxfp8_mxfp4"))
+
+
+# The layout of Blackwell's kernels
+
+
+def random_mxfp4(shape: MoEShape, block_rows: int = 1) -> ExpertWeights:
+    """Any codes, any scale factors."""
+    h, i, e = shape.hidden, shape.intermediate, shape.experts
+    generator = torch.Generator().manual_seed(block_rows)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randint(256, size, dtype=torch.uint8, generator=generator)
+
+    rows = 2 * i // block_rows
+    return ExpertWeights(
+        draw(e, 2 * i, h // 2), draw(e, rows, h // 32), draw(e, h, i // 2), draw(e, h // block_rows, i // 32)
+    )
+
+
+@pytest.mark.parametrize("block_rows", [1, 32])
+@pytest.mark.parametrize("hidden", [128, 384, 512])
+def test_mxfp4_layout_round_trip(hidden, block_rows):
+    shape = MoEShape(hidden, 256, experts=2, top_k=1)
+    layout = WeightLayout(shape, 2, "mxfp8_mxfp4")
+    weights = random_mxfp4(shape, block_rows)
+    restored = from_kernel_layout(to_kernel_layout(weights, layout), layout)
+    assert torch.equal(restored.w13, weights.w13) and torch.equal(restored.w2, weights.w2)
+    assert torch.equal(restored.w13_scale, expand_mxfp4_scale(weights.w13_scale, 512))
+    assert torch.equal(restored.w2_scale, expand_mxfp4_scale(weights.w2_scale, hidden))
+
+
+def test_mxfp4_layout_element_by_element():
+    """Where the kernel looks for a value and for its scale factor."""
+    shape = MoEShape(384, 256, experts=2, top_k=1)
+    weights = random_mxfp4(shape)
+    kernel = to_kernel_layout(weights, WeightLayout(shape, 2, "mxfp8_mxfp4"))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(limit):
+        return int(torch.randint(limit, (1,), generator=generator))
+
+    def sf(packed, expert, row, k):
+        """Its byte in the words of the row's CTA, 512 bytes per tile, K block and CTA."""
+        words = packed[expert, row // 256, k // 128, row % 256 // 128]
+        line, word = row % 32, row % 128 // 32
+        return words.view(torch.uint8)[line * 16 + word * 4 + k % 128 // 32]
+
+    for _ in range(500):
+        expert, column, up, k = draw(2), draw(256), draw(2), draw(384)
+        row, source = column // 8 * 16 + up * 8 + column % 8, up * 256 + column
+        assert kernel.w13[expert, row, k // 2] == weights.w13[expert, source, k // 2]
+        assert sf(kernel.w13_sf, expert, row, k) == weights.w13_scale[expert, source, k // 32]
+        row, k = draw(384), draw(256)
+        assert kernel.w2[expert, row, k // 2] == weights.w2[expert, row, k // 2]
+        assert sf(kernel.w2_sf, expert, row, k) == weights.w2_scale[expert, row, k // 32]
+    assert not kernel.w2[:, 384:].any() and kernel.w2.shape[1] == 512
+
+
+def test_mxfp4_checkpoints_with_torch_dtypes_are_taken():
+    shape = MoEShape.preset("micro")
+    layout = WeightLayout(shape, 4, "mxfp8_mxfp4")
+    weights = random_mxfp4(shape)
+    typed = ExpertWeights(
+        weights.w13.view(torch.float4_e2m1fn_x2),
+        weights.w13_scale.view(torch.float8_e8m0fnu),
+        weights.w2.view(torch.float4_e2m1fn_x2),
+        weights.w2_scale.view(torch.float8_e8m0fnu),
+    )
+    pairs = zip(to_kernel_layout(typed, layout), to_kernel_layout(weights, layout))
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_mxfp4_tensors_that_do_not_fit_are_named():
+    shape = MoEShape.preset("micro")
+    layout = WeightLayout(shape, 4, "mxfp8_mxfp4")
+    weights = random_mxfp4(shape)
+    with pytest.raises(InputError, match=r"w2_scale has shape \[4, 2, 4\].*\[4, 128, 4\] or \[4, 4, 4\]"):
+        to_kernel_layout(weights._replace(w2_scale=weights.w2_scale[:, :2]), layout)
+    with pytest.raises(InputError, match=r"w13_scale has dtype torch.float32"):
+        to_kernel_layout(weights._replace(w13_scale=weights.w13_scale.float()), layout)

@@ -8,6 +8,7 @@ import torch
 
 from megagen.bench.cases import Inputs
 from megagen.bench.contenders import DEEP_GEMM, MEGAGEN, PYTORCH
+from megagen.formats import Format
 from megagen.reference import Accumulation, Activation, accumulation_for_check, moe_forward, relative_error
 from megagen.weights import ExpertWeights
 
@@ -46,6 +47,7 @@ class Accuracy:
         weights: ExpertWeights,
         activation: str = "fast",
         clamp: float | None = None,
+        format: Format = "fp8_block",
     ) -> None:
         def reference(quantize_intermediate: bool, accumulation: Accumulation = "exact") -> torch.Tensor:
             return moe_forward(
@@ -53,13 +55,15 @@ class Accuracy:
                 inputs.topk_ids,
                 inputs.topk_weights,
                 weights,
+                format=format,
                 activation=cast(Activation, activation),
                 clamp=clamp,
                 quantize_intermediate=quantize_intermediate,
                 accumulation=accumulation,
             )
 
-        self._expected = reference(True, accumulation_for_check(inputs.topk_ids, weights))
+        fp8 = format == "fp8_block"
+        self._expected = reference(True, accumulation_for_check(inputs.topk_ids, weights) if fp8 else "exact")
         self._float32 = reference(False)
 
     def errors(self, output: torch.Tensor) -> Errors:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megagen.errors import InputError
-from megagen.formats import quantize_activation
+from megagen.formats import Format, quantize_activation
 from megagen.routing import Routing, make_routing, parse_tokens
 from megagen.shape import MoEShape
 
@@ -77,8 +77,8 @@ def read_shape(model: str, ranks: int) -> MoEShape:
 
 
 class Inputs(NamedTuple):
-    """Arguments of a call: bfloat16 [T, H]; the same quantized, E4M3 [T, H] with float32 [T, H/128]; int32
-    [T, K]; float32 [T, K]."""
+    """Arguments of a call: bfloat16 [T, H]; the same quantized, E4M3 [T, H] with scale factors [T, H/128];
+    int32 [T, K]; float32 [T, K]."""
 
     x: torch.Tensor
     x_q: torch.Tensor
@@ -88,7 +88,13 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(
-    shape: MoEShape, routing: Routing, counts: Sequence[int], rank: int, seed: int, device: torch.device
+    shape: MoEShape,
+    routing: Routing,
+    counts: Sequence[int],
+    rank: int,
+    seed: int,
+    device: torch.device,
+    format: Format = "fp8_block",
 ) -> Inputs:
     """Gaussian tokens, drawn for all ranks together and then dealt out, and one rank's part of a routing."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -97,7 +103,7 @@ def make_inputs(
     tokens = x.split(list(counts))[rank].clone()
     return Inputs(
         tokens,
-        *quantize_activation(tokens),
+        *quantize_activation(tokens, format),
         torch.from_numpy(own.topk_ids).to(device),
         torch.from_numpy(own.topk_weights).to(device),
     )

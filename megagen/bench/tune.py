@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from megagen.bench.cases import Case, make_inputs, route
 from megagen.bench.contenders import kernel_call
 from megagen.bench.processes import Ranks
 from megagen.bench.timing import Call, Timer, same_bits
 from megagen.contract import Contract
+from megagen.formats import Format
 from megagen.planning import KernelPlan, make_plan
 from megagen.runtime.layer import MegaMoE
 from megagen.runtime.symmetric import SymmBuffer
@@ -98,7 +99,13 @@ class Tuner:
     def _own_weights(self) -> KernelWeights:
         contract, rank = self._job.contract, self._ranks.rank
         experts = range(rank * contract.local_experts, (rank + 1) * contract.local_experts)
-        weights = random_experts(contract.shape, experts, self._job.seed, self._ranks.device)
+        weights = random_experts(
+            contract.shape,
+            experts,
+            self._job.seed,
+            self._ranks.device,
+            cast(Format, contract.format),
+        )
         return to_kernel_layout(weights, make_plan(contract, self._buffer.gpu.arch.name).weight_layout)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,6 +14,7 @@ from megagen.bench.contenders import END_TO_END, MEGAGEN, poison
 from megagen.bench.processes import Ranks
 from megagen.bench.timing import Call, Timer
 from megagen.contract import Contract
+from megagen.formats import Format
 from megagen.planning import KernelPlan
 from megagen.routing import make_routing
 from megagen.runtime.layer import MegaMoE
@@ -63,7 +64,9 @@ class Runner:
             "clamp": contract.clamp,
             "timeout": job.timeout,
         }
-        self._weights = random_experts(contract.shape, range(contract.shape.experts), job.seed, ranks.device)
+        self._format = cast(Format, contract.format)
+        experts = range(contract.shape.experts)
+        self._weights = random_experts(contract.shape, experts, job.seed, ranks.device, self._format)
         if job.local:
             self._group = MegaMoE.local_group(contract.shape, ranks=contract.ranks, **options)
             self._group.load_weights(self._weights)
@@ -83,7 +86,7 @@ class Runner:
         call = self._call(inputs, hosted)
         (timing,) = self._timer.measure([call])
         self._check()
-        accuracy = Accuracy(inputs, self._weights, job.contract.activation, job.contract.clamp)
+        accuracy = Accuracy(inputs, self._weights, job.contract.activation, job.contract.clamp, self._format)
         errors = worst(ranks.gather(accuracy.errors(call.output)))
         return {
             "tokens": list(counts),
@@ -99,7 +102,7 @@ class Runner:
         job, ranks, shape = self._job, self._ranks, self._job.contract.shape
         routing = make_routing(job.routing, shape, sum(counts), job.seed)
         parts, rank = ([sum(counts)], 0) if job.local else (list(counts), ranks.rank)
-        inputs = make_inputs(shape, routing, parts, rank, job.seed, ranks.device)
+        inputs = make_inputs(shape, routing, parts, rank, job.seed, ranks.device, self._format)
         return inputs, list(counts) if job.local else [counts[ranks.rank]]
 
     def _call(self, inputs: Inputs, hosted: list[int]) -> Call:

@@ -186,7 +186,7 @@ def _exploration(layer: LayerOptions, routing: str | None, ranks: int | None) ->
         fixed["routings"] = (routing,)
     if layer.sms is not None:
         fixed["sms"] = (layer.sms,)
-    return Exploration(**fixed, arch=layer.arch)
+    return Exploration.of(layer.arch, **fixed)
 
 
 def _explore(exploration: "Exploration", seeds: range, path: Path | None) -> list[dict[str, Any]]:

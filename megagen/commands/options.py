@@ -16,6 +16,7 @@ from megagen.build import plan_layer
 from megagen.contract import FORMATS, Contract
 from megagen.errors import InputError
 from megagen.planning import KernelPlan, PlanSet
+from megagen.planning.planner import default_format
 from megagen.routing import parse_tokens
 from megagen.shape import PRESETS, MoEShape
 
@@ -54,8 +55,11 @@ class LayerOptions:
         ),
     ] = None
     format: Annotated[
-        str, typer.Option(help=f"One of {', '.join(FORMATS)}.", rich_help_panel=_SHAPE_PANEL)
-    ] = "fp8_block"
+        str | None,
+        typer.Option(
+            help=f"One of {', '.join(FORMATS)}. Default: the architecture's.", rich_help_panel=_SHAPE_PANEL
+        ),
+    ] = None
     arch: Annotated[str, typer.Option(help=f"One of {', '.join(ARCHS)}.", rich_help_panel=_PLAN_PANEL)] = (
         "sm90"
     )
@@ -95,7 +99,7 @@ class LayerOptions:
         """The contract of the layer; errors as for ``shape`` and ``Contract``."""
         if self.plan is not None:
             return self.forced_plan().contract
-        return Contract(self.shape(), self.ranks, self.max_tokens, self.format)
+        return Contract(self.shape(), self.ranks, self.max_tokens, self.format or default_format(self.arch))
 
     def forced_plan(self) -> KernelPlan:
         """The plan of ``--plan``.

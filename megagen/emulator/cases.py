@@ -16,6 +16,7 @@ from megagen.formats import quantize_activation
 from megagen.planning import KernelPlan, make_plan
 from megagen.planning.plan import BLOCK_K
 from megagen.planning.sm90 import MATH_WARPS
+from megagen.planning.sm100 import Sm100Plan
 from megagen.reference import fold_topk, moe_forward, relative_error
 from megagen.routing import make_routing
 from megagen.shape import MoEShape
@@ -70,11 +71,12 @@ class Case:
         return [Inputs(*part) for part in zip(*parts)]
 
     def twin(self) -> Case:
-        """The same tokens on one rank with one SM: by the contract, the same bits."""
+        """The same tokens on one rank with one SM, or one pair of them: by the contract, the same bits."""
         capacity = self.contract.ranks * self.contract.max_tokens
         alone = replace(self.contract, ranks=1, max_tokens=capacity)
-        plan = make_plan(alone, self.plans[0].arch, sum(self.tokens), sms=1, block_m=TWIN_BLOCK_M)
-        return replace(self, plans=(plan,), sms=(1,), tokens=(sum(self.tokens),))
+        sms = self.plans[0].cluster
+        plan = make_plan(alone, self.plans[0].arch, sum(self.tokens), sms=sms, block_m=TWIN_BLOCK_M)
+        return replace(self, plans=(plan,), sms=(sms,), tokens=(sum(self.tokens),))
 
     def describe(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -137,7 +139,9 @@ def prepare(case: Case, kernels: Sequence[Kernel] | None = None, **machine: Any)
     """
     kernels = kernels or [Kernel.of(plan) for plan in case.plans]
     options = {"seed": case.seed, **machine}
-    return EmulatedLayer(case.contract, kernels, case.sms, expert_weights(case.shape), **options)
+    return EmulatedLayer(
+        case.contract, kernels, case.sms, expert_weights(case.shape, case.contract.format), **options
+    )
 
 
 def run(case: Case, layer: EmulatedLayer) -> list[CallResult]:
@@ -202,10 +206,11 @@ def _expected(case: Case, launch: int) -> torch.Tensor:
         quantize_activation(x, contract.format),  # type: ignore[arg-type]
         ids,
         weights,
-        expert_weights(case.shape),
+        expert_weights(case.shape, contract.format),
+        format=contract.format,  # type: ignore[arg-type]
         activation=contract.activation,  # type: ignore[arg-type]
         clamp=contract.clamp,
-        accumulation="hopper",
+        accumulation="hopper" if contract.format == "fp8_block" else "exact",
     )
 
 
@@ -226,13 +231,13 @@ def _other_bits(case: Case, results: Sequence[CallResult]) -> list[str]:
 
 
 @lru_cache(maxsize=4)
-def expert_weights(shape: MoEShape) -> ExpertWeights:
-    """The random experts of every case of this shape."""
-    return random_experts(shape, range(shape.experts), WEIGHT_SEED)
+def expert_weights(shape: MoEShape, format: str = "fp8_block") -> ExpertWeights:
+    """The random experts of every case of this shape and format."""
+    return random_experts(shape, range(shape.experts), WEIGHT_SEED, format=format)  # type: ignore[arg-type]
 
 
 def expected_matrix_operations(case: Case) -> int:
-    """WGMMA instructions, counted per warpgroup, of all launches of a case: the measure of its progress."""
+    """MMA instructions of all launches of a case, WGMMAs per warpgroup: the measure of its progress."""
     total = 0
     for launch in range(case.launches):
         ids, weights = (torch.cat(parts) for parts in list(zip(*case.inputs(launch)))[1:])
@@ -244,9 +249,12 @@ def expected_matrix_operations(case: Case) -> int:
 
 
 def _matrix_operations(plan: KernelPlan, rows: int) -> int:
-    """Of one expert with this many rows: per K block, both halves of a warpgroup's part in WGMMA_K steps."""
+    """Of one expert with this many rows: per K block, both halves of a warpgroup's part in WGMMA_K steps, or
+    on Blackwell one instruction per UMMA_K for both CTAs of a pair."""
     shape, layout = plan.contract.shape, plan.weight_layout
     k_blocks = (layout.n_tiles13 * shape.hidden + layout.n_tiles2 * shape.intermediate) // BLOCK_K
+    if isinstance(plan, Sm100Plan):
+        return ceil_div(rows, plan.block_m) * k_blocks * plan.mmas_per_stage
     groups = MATH_WARPS // 4
     if plan.operand_order == "tokens_on_m":  # a warpgroup none of whose rows are in use passes
         working = ceil_div(rows, plan.block_m // groups)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megagen.contract import Contract
 from megagen.emulator.cases import Case
 from megagen.planning import KernelPlan, make_plan
+from megagen.planning.planner import default_format, ladder_of
 from megagen.planning.rules import COMBINE_COLUMNS, least_ring_blocks
-from megagen.planning.sm90 import LADDER, SMALLEST_BLOCK_M
 from megagen.shape import MoEShape
 
 RANKS = (1, 2, 3, 4, 8)
@@ -32,7 +32,7 @@ ROUTINGS = (
     "tile-boundary",  # of the rows of the case's tile
 )
 MIXED = 0
-TILES = (*LADDER, MIXED)
+TILES = (*ladder_of("sm90"), MIXED)
 """BLOCK_M of all ranks; MIXED gives each rank another one."""
 
 SHAPES = (
@@ -45,7 +45,9 @@ SHAPES = (
 
 LAUNCHES = (1, 1, 3)
 SM_COUNTS = (1, 2, 3, 5, MIXED)
-_TOTAL_TOKENS = 144  # of all ranks together, at most: some experts get more than the largest tile has rows
+"""SMs of each rank; where a tile takes a pair, pairs, and on every other seed one SM more, which idles."""
+
+_ROWS_BEYOND = 16  # tokens of all ranks together, at most, beyond the rows of the largest tile
 _LEAST_STAGES = 2
 
 _Value = TypeVar("_Value")
@@ -127,6 +129,11 @@ class Exploration:
     launches: tuple[int, ...] = LAUNCHES
     arch: str = "sm90"
 
+    @classmethod
+    def of(cls, arch: str, **fixed: tuple[Any, ...]) -> Exploration:
+        """All axes of an architecture, but for those that are fixed."""
+        return cls(**{"tiles": (*ladder_of(arch), MIXED), **fixed}, arch=arch)
+
     @property
     def block_size(self) -> int:
         """Seeds in which each pair of a rank count and a routing occurs once."""
@@ -153,26 +160,32 @@ class Exploration:
         """The case of one seed."""
         point = self.point(seed)
         rng = random.Random(f"case {seed}")
-        tiles = [point.tile or LADDER[(rank + seed) % len(LADDER)] for rank in range(point.ranks)]
-        contract = Contract(point.shape, point.ranks, _TOTAL_TOKENS // point.ranks)
+        ladder = ladder_of(self.arch)
+        tiles = [point.tile or ladder[(rank + seed) % len(ladder)] for rank in range(point.ranks)]
+        capacity = (ladder[-1] + _ROWS_BEYOND) // point.ranks
+        contract = Contract(point.shape, point.ranks, capacity, default_format(self.arch))
         plan_of = {tile: self._plan(contract, tile, rng) for tile in sorted(set(tiles))}
         routing = point.routing
         if routing == "tile-boundary":
-            routing = f"tile-boundary:{point.tile or SMALLEST_BLOCK_M}"
+            routing = f"tile-boundary:{point.tile or ladder[0]}"
         return Case(
             plans=tuple(plan_of[tile] for tile in tiles),
-            sms=tuple(point.sms or rng.randint(1, 4) for _ in tiles),
+            sms=tuple(self._sms(plan_of[tile], point.sms or rng.randint(1, 4), seed) for tile in tiles),
             tokens=tuple(TOKENS[point.tokens](rng, point.ranks, contract.max_tokens, tiles[0])),
             routing=routing,
             seed=seed,
             launches=point.launches,
         )
 
+    @staticmethod
+    def _sms(plan: KernelPlan, clusters: int, seed: int) -> int:
+        return clusters * plan.cluster + seed % plan.cluster
+
     def _plan(self, contract: Contract, tile: int, rng: random.Random) -> KernelPlan:
         """The planner's plan for the tile, with what else a plan may choose drawn at random."""
         plan = make_plan(contract, self.arch, contract.max_tokens, sms=2, block_m=tile)
         blocks, experts = contract.shape.hidden // 128, contract.local_experts
-        least = min(least_ring_blocks(contract, tile, max(SM_COUNTS)), plan.max_blocks)
+        least = min(least_ring_blocks(contract, tile, self._sms(plan, max(SM_COUNTS), 1)), plan.max_blocks)
         plan = replace(
             plan,
             l1_ring_blocks=rng.choice((least, plan.max_blocks)),

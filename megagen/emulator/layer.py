@@ -23,9 +23,10 @@ from megagen.errors import EmulatorError, InputError
 from megagen.formats import quantize_activation
 from megagen.planning import KernelPlan
 from megagen.planning.plan import ZEROED_LOCAL, ZEROED_SYMMETRIC
-from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY, params_fields
+from megagen.protocol import STATUS_FIELDS, TRACE_CAPACITY
 from megagen.render import render, render_quantize
 from megagen.runtime.params import ParamStruct
+from megagen.tensor_map import TensorMap, encode_for_emulator
 from megagen.weights import ExpertWeights, to_kernel_layout
 
 ZEROED = {"symmetric": ZEROED_SYMMETRIC, "local": ZEROED_LOCAL}
@@ -88,7 +89,7 @@ class EmulatedLayer:
     Args:
         contract: of all ranks.
         kernels: each rank's; plans may differ.
-        sms: each rank's CTAs, one per SM.
+        sms: each rank's SMs; its kernel takes as many of them as its clusters fill.
         weights: all experts, in checkpoint layout.
         bystanders: ranks that the machine has beside the layer's, for other kernels.
         machine: options of ``Machine``, such as ``seed`` and ``max_steps``.
@@ -112,12 +113,17 @@ class EmulatedLayer:
                 raise InputError(
                     f"{name} has {len(given)} entries, ranks={contract.ranks}; give one for each"
                 )
-        for kernel in kernels:
+        for kernel, count in zip(kernels, sms):
+            if count < kernel.plan.cluster:
+                raise InputError(
+                    f"sms={list(sms)}: a tile takes {kernel.plan.cluster} SMs; give each rank as many or more"
+                )
             if kernel.plan.contract != contract:
                 raise InputError(f"kernel {kernel.plan.name} is for another contract than the layer's")
         for kernel, count in zip(kernels, sms, strict=True):
             kernel.plan.require_ring_for(count)
-        self.contract, self.kernels, self.sms = contract, tuple(kernels), tuple(sms)
+        self.contract, self.kernels = contract, tuple(kernels)
+        self.sms = tuple(kernel.plan.grid(count) for kernel, count in zip(kernels, sms))
         ranks = contract.ranks + bystanders
         self.machine = Machine(kernels[0].plan.arch, ranks=ranks, sms=max(sms), **machine)
         self._modules: dict[str, Module] = {}
@@ -205,9 +211,11 @@ class EmulatedLayer:
         layout: WeightLayout = plan.weight_layout
         first = rank * contract.local_experts
         own = ExpertWeights(*(tensor[first : first + contract.local_experts] for tensor in weights))
-        params = ParamStruct(params_fields(contract.ranks, plan.trace))
-        for name, tensor in to_kernel_layout(own, layout)._asdict().items():
-            params.set(name, self._upload(rank, tensor.numpy()).ptr)
+        params = ParamStruct(plan.params)
+        tensors = to_kernel_layout(own, layout)._asdict()
+        addresses = {name: self._upload(rank, tensor.numpy()).ptr for name, tensor in tensors.items()}
+        for name, value in plan.weight_params(addresses).items():
+            params.set(name, encode_for_emulator(value) if isinstance(value, TensorMap) else value)
         bases = [buffer.ptr for buffer in self.symm]
         params.set("symm", bases[rank])
         params.set("local", self._local[rank].ptr)
@@ -291,8 +299,8 @@ class EmulatedLayer:
     def _companion(self) -> Kernel:
         if self._quantize is None:
             plan = self.kernels[0].plan
-            source = render_quantize(self.contract)
-            name = f"{companion.quantize_name(self.contract)}.cu"
+            source = render_quantize(self.contract, plan.arch)
+            name = f"{companion.quantize_name(self.contract, plan.arch)}.cu"
             target = Arch.get(plan.arch).compile_target
             compiled = default_cache().load_or_compile(source, target, name=name)
             self._quantize = Kernel(plan, source, compiled.ptx, compiled.entry)

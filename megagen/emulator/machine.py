@@ -49,7 +49,7 @@ _ERRORS: tuple[type[EmulatorError], ...] = (
 )
 _WAITS = (
     "ready", "exited", "converge", "warp", "barrier", "cluster", "mbarrier", "async", "registers", "time",
-    "poll", "grid",
+    "poll", "grid", "tensor",
 )  # fmt: skip
 _PROXY = {"off": 0, "report": 1, "error": 2}
 
@@ -65,7 +65,7 @@ class Report:
     Attributes:
         instructions: warp instructions executed.
         async_operations: copies, asynchronous stores and reductions.
-        matrix_operations: warpgroup matrix operations.
+        matrix_operations: warpgroup and tcgen05 matrix operations.
         events: steps of asynchronous operations.
         polls: times that a polling loop was put to sleep.
         virtual_ns: virtual time that has passed since the machine was made.
@@ -91,7 +91,7 @@ class Wait:
         rank, sm, slot, warp: who; ``slot`` numbers the places for CTAs of the whole machine.
         lanes: mask of the lanes that waited.
         kind: what for: "converge", "warp", "barrier", "cluster", "mbarrier", "async", "registers", "time",
-            "poll" or "grid".
+            "poll", "grid" or "tensor".
         line: PTX line of the waiting instruction; ``Module.describe`` gives its source line.
         begin, end: scheduler steps.
     """
@@ -252,6 +252,9 @@ class Machine:
         collectives_order: take shfl, vote, elect and the other warp-synchronous instructions for memory
             barriers among their lanes. The ISA gives that to bar.warp.sync alone; hardware and many public
             kernels don't mind.
+        pipelined_copies: execute a ``tcgen05.cp`` after the ``tcgen05.mma`` that its thread has issued
+            before. The ISA doesn't list this pair as pipelined, so that a copy over scale factors that an
+            uncompleted multiplication reads is a race; public kernels rely on it.
         watchdog: let virtual time pass in waits that look at a clock, so that a kernel's own watchdog fires,
             instead of reporting a Deadlock at once.
         timeline: record every wait, for ``timeline()``.
@@ -273,6 +276,7 @@ class Machine:
         races: bool = True,
         proxy: Literal["error", "report", "off"] = "error",
         collectives_order: bool = False,
+        pipelined_copies: bool = False,
         watchdog: bool = False,
         timeline: bool = False,
         step_clock: bool = False,
@@ -291,6 +295,7 @@ class Machine:
             max_steps=max_steps,
             races=races,
             collectives_order=collectives_order,
+            pipelined_copies=pipelined_copies,
             watchdog=watchdog,
             timeline=timeline,
             step_clock=step_clock,

@@ -132,6 +132,7 @@ class Options(ctypes.Structure):
         ("max_steps", ctypes.c_uint64),
         ("races", ctypes.c_int32),
         ("collectives_order", ctypes.c_int32),
+        ("pipelined_copies", ctypes.c_int32),
         ("watchdog", ctypes.c_int32),
         ("timeline", ctypes.c_int32),
         ("step_clock", ctypes.c_int32),

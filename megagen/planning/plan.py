@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from megagen.arch import Arch
 from megagen.contract import DTYPE_BYTES, Contract, Layout, Region, WeightLayout, align_up
 from megagen.errors import PlanError
 from megagen.planning.rules import least_ring_blocks
+from megagen.protocol import Field, params_fields
+from megagen.tensor_map import TensorMap
 
 OperandOrder = Literal["tokens_on_m", "tokens_on_n"]
 
@@ -108,6 +111,10 @@ class KernelPlan(ABC):
         """CTAs per cluster; a cluster works on one tile."""
         return 1
 
+    def grid(self, sms: int) -> int:
+        """CTAs on so many SMs: one on each, in whole clusters."""
+        return sms // self.cluster * self.cluster
+
     @property
     def weight_layout(self) -> WeightLayout:
         return WeightLayout(self.contract.shape, self.contract.local_experts, self.contract.format)
@@ -154,6 +161,20 @@ class KernelPlan(ABC):
     @abstractmethod
     def local(self) -> Layout:
         """Local workspace: plain device memory of this rank, zeroed once before the first launch."""
+
+    # -- what the host passes
+
+    @property
+    def params(self) -> tuple[Field, ...]:
+        """The kernel's one parameter, a struct."""
+        return params_fields(self.contract.ranks, self.trace)
+
+    def weight_params(self, addresses: Mapping[str, int]) -> dict[str, int | TensorMap]:
+        """The fields of it that say where the weights are.
+
+        `addresses`: of ``w13``, ``w13_sf``, ``w2`` and ``w2_sf``.
+        """
+        return dict(addresses)
 
     # -- identity
 

@@ -9,13 +9,37 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megagen.arch import Arch
-from megagen.contract import Contract
+from megagen.contract import Contract, Layout
 from megagen.errors import PlanError
+from megagen.planning import sm90, sm100
 from megagen.planning.plan import KernelPlan
+from megagen.planning.rules import choose_ring_blocks
 from megagen.planning.sm90 import make_sm90_plan
 from megagen.planning.sm100 import make_sm100_plan
 
 FORMAT_OF_ARCH = {"sm90": "fp8_block", "sm100": "mxfp8_mxfp4", "sm103": "mxfp8_mxfp4"}
+
+
+def default_format(arch: str) -> str:
+    """The format that an architecture's kernels are planned with; PlanError for one that is unknown."""
+    return FORMAT_OF_ARCH[Arch.get(arch).name]
+
+
+def ladder_of(arch: str) -> tuple[int, ...]:
+    """The values of `block_m` that an architecture's kernels exist for."""
+    return sm90.LADDER if arch == "sm90" else sm100.LADDER
+
+
+def largest_local_layout(contract: Contract, arch: str, sms: int) -> Layout:
+    """The local workspace that is large enough for every plan of a contract on up to so many SMs."""
+    if arch == "sm90":
+        return sm90.local_layout(contract, sm90.LARGEST_BLOCK_M, sm90.largest_ring(contract, sms))
+
+    def layout_of(block_m: int) -> Layout:
+        blocks = sm100.pool_rows(contract) // block_m
+        return sm100.local_layout(contract, block_m, choose_ring_blocks(contract, block_m, sms, blocks)[0])
+
+    return max((layout_of(block_m) for block_m in sm100.LADDER), key=lambda layout: layout.size)
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ tokens on columns. Nothing of this has run on hardware.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -23,13 +24,19 @@ from megagen.planning.plan import (
     Role,
     smem_layout,
 )
-from megagen.planning.rules import choose_combine_columns, choose_experts_per_wave, choose_pull_bytes
+from megagen.planning.rules import (
+    choose_combine_columns,
+    choose_experts_per_wave,
+    choose_pull_bytes,
+    choose_ring_blocks,
+)
 from megagen.planning.workload import (
     TILE_COST_ROWS,
     likely_rows_per_expert,
     padded_rows_cost,
     rows_per_expert,
 )
+from megagen.protocol import Field, params_fields
 from megagen.tensor_map import TensorMap
 
 ARCHS = ("sm100", "sm103")
@@ -227,17 +234,22 @@ class Sm100Plan(KernelPlan):
     # -- tensor memory
 
     @property
+    def sf_columns(self) -> int:
+        """Columns of a stage's scale factors: of weights (the instruction's A), then of tokens (B)."""
+        return SF_ATOM_COLUMNS * (1 + self.sf_atoms)
+
+    @property
     def tmem(self) -> tuple[TmemRegion, ...]:
-        """Accumulators, then a K block's scale factors: of weights (the instruction's A), of tokens (B)."""
+        """Accumulators, then the scale factors of each stage.
+
+        Of each stage, since tcgen05 orders a copy before the MMAs that follow it, but not behind those before
+        it: only the stage's `full` barrier says that the MMAs have read what the next copy overwrites.
+        """
         accumulators = tuple(
             TmemRegion(f"accumulator_{i}", i * self.block_m, self.block_m) for i in range(ACCUMULATORS)
         )
         sf = ACCUMULATORS * self.block_m
-        return (
-            *accumulators,
-            TmemRegion("weight_sf", sf, SF_ATOM_COLUMNS),
-            TmemRegion("token_sf", sf + SF_ATOM_COLUMNS, self.sf_atoms * SF_ATOM_COLUMNS),
-        )
+        return (*accumulators, TmemRegion("stage_sf", sf, self.stages * self.sf_columns))
 
     @property
     def tmem_columns(self) -> int:
@@ -252,7 +264,6 @@ class Sm100Plan(KernelPlan):
         """Barrier 0 is ``__syncthreads``."""
         sizes = [
             ("counts_known", self.threads),
-            ("dispatch", DISPATCH_WARPS * 32),
             ("epilogue", EPILOGUE_WARPS * 32),
             ("roles_done", self.threads),
             *((f"epilogue_warpgroup_{i}", 128) for i in range(EPILOGUE_WARPGROUPS)),
@@ -279,7 +290,16 @@ class Sm100Plan(KernelPlan):
 
     @cached_property
     def local(self) -> Layout:
-        return local_layout(self.contract, self.block_m)
+        return local_layout(self.contract, self.block_m, self.l1_ring_blocks)
+
+    @property
+    def params(self) -> tuple[Field, ...]:
+        return params_fields(self.contract.ranks, self.trace, tensor_maps=True)
+
+    def weight_params(self, addresses: Mapping[str, int]) -> dict[str, int | TensorMap]:
+        w13, w2 = self.weight_maps(addresses["w13"], addresses["w2"])
+        scales = {name: addresses[name] for name in ("w13_sf", "w2_sf")}
+        return {"w13_map": w13, "w2_map": w2, **scales}
 
     def weight_maps(self, w13: int, w2: int) -> tuple[TensorMap, TensorMap]:
         """Tensor maps of the weights at these addresses; a box is a stage's 128 rows x 128 of K, unpacked."""
@@ -288,7 +308,9 @@ class Sm100Plan(KernelPlan):
         def weight_map(address: int, k: int, n_tiles: int) -> TensorMap:
             rows = self.contract.local_experts * n_tiles * layout.block_n
             box = (BLOCK_K, BLOCK_N)
-            return TensorMap("u4x16_align16", address, (k, rows), (k // 2,), box, swizzle="128B")
+            return TensorMap(
+                "u4x16_align16", address, (k, rows), (k // 2,), box, swizzle="128B", l2_promotion="256B"
+            )
 
         return (
             weight_map(w13, shape.hidden, layout.n_tiles13),
@@ -321,8 +343,8 @@ class Sm100Plan(KernelPlan):
             )
         if self.tmem_columns > arch.tmem_columns:
             raise PlanError(
-                f"tensor memory: {self.tmem_columns} columns with block_m={self.block_m}, "
-                f"{self.arch} has {arch.tmem_columns}"
+                f"tensor memory: {self.tmem_columns} columns with block_m={self.block_m} and "
+                f"stages={self.stages}, {self.arch} has {arch.tmem_columns}; use fewer stages"
             )
         if len(self.named_barriers) >= arch.named_barriers:
             used = len(self.named_barriers)
@@ -363,6 +385,7 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("expert_count", "u32", (experts,), 16),
         ("expert_block", "u32", (experts,), 16),
         ("tile_tasks", "u32", (TILE_SLOTS, 4), 16),
+        ("order", "u32", (ORDER_SLOTS, 4), 16),
         ("full", "u64", (stages,), 8),
         ("empty", "u64", (stages,), 8),
         ("tmem_full", "u64", (ACCUMULATORS,), 8),
@@ -372,7 +395,6 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("tile_stored", "u64", (TILE_SLOTS,), 8),
         ("order_full", "u64", (ORDER_SLOTS,), 8),
         ("order_empty", "u64", (ORDER_SLOTS,), 8),
-        ("order", "u32", (ORDER_SLOTS,), 8),
         ("pulled", "u64", (DISPATCH_WARPS,), 8),
         ("tmem_base", "u32", (1,), 16),
         # From here on the kernel zeroes everything at its start.
@@ -381,7 +403,7 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
     )
 
 
-def local_layout(contract: Contract, block_m: int) -> Layout:
+def local_layout(contract: Contract, block_m: int, l1_ring_blocks: int) -> Layout:
     """Local workspace of one rank; up to the tiles the same for all plans: counters outlive a launch."""
     shape, rows = contract.shape, pool_rows(contract)
     blocks = rows // LADDER[0]
@@ -393,7 +415,7 @@ def local_layout(contract: Contract, block_m: int) -> Layout:
         ("l2_finished", "u32", (blocks,)),
         ("row_source", "u64", (rows,)),
         ("row_weight", "f32", (rows,)),
-        ("l1_tiles", "u8", (rows // block_m, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),
+        ("l1_tiles", "u8", (l1_ring_blocks, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),
         ("l2_tiles", "u8", (rows // block_m, shape.intermediate // SF_BLOCK, token_tile_bytes(block_m))),
     )
 
@@ -431,7 +453,7 @@ def choose_roles(contract: Contract) -> tuple[tuple[Role, ...], str]:
     many = contract.local_experts > MANY_EXPERTS
     dispatch, load, epilogue = (96, 40, 184) if many else (48, 40, 208)
     roles = (
-        Role("dispatch", 0, DISPATCH_WARPS, dispatch, "counts and publishes routes, pulls tokens, cleans up"),
+        Role("dispatch", 0, DISPATCH_WARPS, dispatch, "waits for all ranks' routes, pulls tokens"),
         Role(
             "load_tokens", 4, 1, load, "waits for rows, fills its CTA's half of them and their scale factors"
         ),
@@ -443,8 +465,14 @@ def choose_roles(contract: Contract) -> tuple[tuple[Role, ...], str]:
             load,
             "leader: scale factors to tensor memory, MMAs; follower: says what is full",
         ),
-        Role("combine", 7, 1, load, "signals finished tiles, combines tokens that are home"),
-        Role("epilogue", 8, EPILOGUE_WARPS, epilogue, "SwiGLU and quantization, or bfloat16 to the sources"),
+        Role("combine", 7, 1, load, "signals finished tiles to token loaders and home ranks"),
+        Role(
+            "epilogue",
+            8,
+            EPILOGUE_WARPS,
+            epilogue,
+            "publishes routes; SwiGLU or bfloat16 home; combines the rest",
+        ),
     )
     granted = sum(role.registers * role.warps * 32 for role in roles)
     sign = ">" if many else "<="
@@ -468,6 +496,7 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
     stages, stage_reason = choose_stages(arch, contract, block_m, pull_bytes)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens, sms_each=CLUSTER)
     columns, columns_reason = choose_combine_columns(contract, sms * (EPILOGUE_WARPS + 1), tokens)
+    ring, ring_reason = choose_ring_blocks(contract, block_m, arch.sms, pool_rows(contract) // block_m)
     roles, role_reason = choose_roles(contract)
     plan = Sm100Plan(
         contract=contract,
@@ -479,7 +508,7 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
         pull_bytes=pull_bytes,
         roles=roles,
         expected_tokens=tokens,
-        l1_ring_blocks=pool_rows(contract) // block_m,
+        l1_ring_blocks=ring,
         combine_columns=columns,
     )
     plan.validate()
@@ -500,6 +529,7 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
         "experts_per_wave": (wave, wave_reason),
         "pull_bytes": (pull_bytes, pull_reason),
         "combine_columns": (columns, columns_reason),
+        "l1_ring_blocks": (ring, ring_reason),
         "pool_rows": (plan.pool_rows, f"{contract.max_received:,} copies at most, and {padding}"),
         "roles": (" + ".join(f"{role.warps * 32} x {role.registers}" for role in roles), role_reason),
     }

@@ -23,6 +23,7 @@ class ArgumentCheck:
     def __init__(self, contract: Contract, device: torch.device) -> None:
         self._hidden, self._top_k = contract.shape.hidden, contract.shape.top_k
         self._max_tokens = contract.max_tokens
+        self._sf_dtype = torch.float32 if contract.format == "fp8_block" else torch.int32
         self._device = device
 
     def tokens(
@@ -79,11 +80,11 @@ class ArgumentCheck:
                 groups = (tokens, self._hidden // SF_BLOCK)
                 if (
                     x_sf.shape != groups
-                    or x_sf.dtype is not torch.float32
+                    or x_sf.dtype is not self._sf_dtype
                     or x_sf.device != device
                     or not x_sf.is_contiguous()
                 ):
-                    self._explain("x's scale factors", x_sf, groups, (torch.float32,))
+                    self._explain("x's scale factors", x_sf, groups, (self._sf_dtype,))
         except AttributeError:
             for name, value in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
                 _require_tensor(name, value)

@@ -13,6 +13,7 @@ import torch
 from megagen.arch import Arch
 from megagen.compiler import CompiledKernel
 from megagen.errors import DeviceError
+from megagen.tensor_map import ELEMENT_TYPES, L2_PROMOTIONS, SWIZZLES, TensorMap
 
 MIN_DRIVER = 13000
 """Oldest driver that loads what NVRTC 13 makes, as ``cuDriverGetVersion`` counts: CUDA 13.0, branch 580."""
@@ -155,6 +156,32 @@ def load_kernel(kernel: CompiledKernel, gpu: Gpu, *, threads: int, shared_bytes:
             f"generate it with --arch {gpu.arch.name}"
         )
     return _load(kernel.cubin, kernel.entry, kernel.name, gpu, threads, shared_bytes)
+
+
+def encode_for_driver(tensor_map: TensorMap) -> bytes:
+    """The 128 bytes that copies on a GPU read.
+
+    Raises:
+        DeviceError: the driver refuses the map.
+    """
+    driver = bindings()
+    steps = tensor_map.element_strides or (1,) * tensor_map.rank
+    fills = driver.CUtensorMapFloatOOBfill
+    encoded = call(
+        "cuTensorMapEncodeTiled",
+        driver.CUtensorMapDataType(ELEMENT_TYPES.index(tensor_map.element)),
+        tensor_map.rank,
+        tensor_map.address,
+        [driver.cuuint64_t(extent) for extent in tensor_map.dims],
+        [driver.cuuint64_t(stride) for stride in tensor_map.strides],
+        [driver.cuuint32_t(extent) for extent in tensor_map.box],
+        [driver.cuuint32_t(step) for step in steps],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle(SWIZZLES.index(tensor_map.swizzle)),
+        driver.CUtensorMapL2promotion(L2_PROMOTIONS.index(tensor_map.l2_promotion)),
+        fills(1 if tensor_map.nan_fill else 0),
+    )
+    return b"".join(int(word).to_bytes(8, "little") for word in encoded.opaque)
 
 
 @cache

@@ -89,8 +89,9 @@ def _compile(plans: PlanSet, contract: Contract, arch: Arch) -> KernelBundle:
     wanted: list[tuple[str, str, Callable[[], str]]] = [
         (plan.name, recipe_of(plan.hash), partial(_render, plan)) for plan in plans.plans
     ]
-    helper = quantize_name(contract)
-    wanted.append((helper, recipe_of(helper, contract.hash), partial(_render, contract)))
+    helper = quantize_name(contract, arch.name)
+    source = partial(_render_helper, contract, arch.name)
+    wanted.append((helper, recipe_of(helper, contract.hash), source))
 
     def load(one: tuple[str, str, Callable[[], str]]) -> CompiledKernel:
         name, recipe, source = one
@@ -101,15 +102,21 @@ def _compile(plans: PlanSet, contract: Contract, arch: Arch) -> KernelBundle:
     return KernelBundle(plans, tuple(kernels), quantize)
 
 
-def _render(what: KernelPlan | Contract) -> str:
-    """The source of a plan's kernel, or of a contract's companion."""
-    from megagen.render import render, render_quantize  # here, since cached kernels need no Jinja
+def _render(plan: KernelPlan) -> str:
+    from megagen.render import render  # here, since cached kernels need no Jinja
 
-    return render(what) if isinstance(what, KernelPlan) else render_quantize(what)
+    return render(plan)
+
+
+def _render_helper(contract: Contract, arch: str) -> str:
+    """The source of a contract's companion."""
+    from megagen.render import render_quantize
+
+    return render_quantize(contract, arch)
 
 
 def _load(folder: AotFolder, contract: Contract, arch: Arch, plan: KernelPlan | None) -> KernelBundle:
     built = folder.plan_set(contract, arch.name)
     plans = built if plan is None else PlanSet((contract.max_tokens,), (plan,))
     kernels = tuple(folder.load(one.name) for one in plans.plans)
-    return KernelBundle(plans, kernels, folder.load(f"helpers/{quantize_name(contract)}"))
+    return KernelBundle(plans, kernels, folder.load(f"helpers/{quantize_name(contract, arch.name)}"))

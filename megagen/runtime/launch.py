@@ -13,11 +13,19 @@ from megagen.companion import QUANTIZE_FIELDS, THREADS, quantize_ctas
 from megagen.compiler import CompiledKernel
 from megagen.errors import DeviceError
 from megagen.planning import KernelPlan
-from megagen.protocol import TRACE_CAPACITY, Field, params_fields
+from megagen.protocol import TRACE_CAPACITY, Field
 from megagen.runtime.arguments import row_bytes
-from megagen.runtime.driver import Gpu, bindings, current, expect_success, load_kernel
+from megagen.runtime.driver import (
+    Gpu,
+    bindings,
+    current,
+    encode_for_driver,
+    expect_success,
+    load_kernel,
+)
 from megagen.runtime.params import ParamStruct
 from megagen.runtime.symmetric import SymmBuffer
+from megagen.tensor_map import TensorMap
 
 
 class Launcher:
@@ -81,10 +89,10 @@ class MoELauncher(Launcher):
         plan.require_ring_for(sms)
         super().__init__(
             kernel,
-            params_fields(plan.contract.ranks, plan.trace),
+            plan.params,
             buffer.gpu,
             threads=plan.threads,
-            ctas=sms,
+            ctas=plan.grid(sms),
             shared_bytes=plan.smem.size,
             cooperative=True,
         )
@@ -110,8 +118,8 @@ class MoELauncher(Launcher):
 
     def set_weights(self, addresses: dict[str, int]) -> None:
         """Addresses of ``w13``, ``w13_sf``, ``w2`` and ``w2_sf``."""
-        for name, address in addresses.items():
-            self.params.set(name, address)
+        for name, value in self.plan.weight_params(addresses).items():
+            self.params.set(name, encode_for_driver(value) if isinstance(value, TensorMap) else value)
 
     def set_call(self, output: torch.Tensor, tokens: int, count_pointer: int) -> None:
         """Parameters of the next launch."""

@@ -13,7 +13,6 @@ from torch.compiler import is_compiling
 from megagen.contract import DTYPE_BYTES, Contract, WeightLayout
 from megagen.errors import InputError
 from megagen.planning import KernelPlan
-from megagen.planning.sm90 import BLOCK_N
 from megagen.runtime import ops
 from megagen.runtime.arguments import ArgumentCheck
 from megagen.runtime.driver import current_stream
@@ -26,7 +25,7 @@ from megagen.shape import MoEShape
 from megagen.weights import (
     ExpertWeights,
     KernelWeights,
-    check_fp8_block,
+    check_experts,
     empty_kernel_weights,
     to_kernel_layout,
 )
@@ -101,7 +100,7 @@ class MegaMoE:
         self._launchers: list[MoELauncher] = []
         self._limits: tuple[int, ...] = ()
         self._quantize: QuantizeLauncher | None = None
-        self.weight_layout = WeightLayout(shape, self.contract.local_experts, base.format, BLOCK_N)
+        self.weight_layout = WeightLayout(shape, self.contract.local_experts, base.format)
         self._arguments = ArgumentCheck(self.contract, buffer.gpu.device)
         self._gpu_index = buffer.gpu.index
         self._hidden = shape.hidden
@@ -133,7 +132,7 @@ class MegaMoE:
             InputError: names the tensor that does not fit.
         """
         weights = ExpertWeights(w13, w13_scale, w2, w2_scale)
-        check_fp8_block(weights, self.weight_layout)
+        check_experts(weights, self.weight_layout)
         if self._weights is None:
             self._weights = empty_kernel_weights(self.weight_layout, self.buffer.gpu.device)
         to_kernel_layout(weights, self.weight_layout, self._weights)
@@ -212,7 +211,8 @@ class MegaMoE:
         """Queue the layer on the current stream. Every rank of the group calls, also one without tokens.
 
         Args:
-            x: bfloat16 [T, H], or (E4M3 [T, H], float32 scale factors [T, H/128]); 0 <= T <= max_tokens.
+            x: bfloat16 [T, H], or (E4M3 [T, H], scale factors [T, H/128]) as ``formats.quantize_activation``
+                makes them; 0 <= T <= max_tokens.
             topk_ids: int32 or int64 [T, K], -1 for none.
             topk_weights: float32 or bfloat16 [T, K].
             out: bfloat16 [T, H] for the result.

@@ -25,9 +25,14 @@ class ParamStruct:
         self._pointer = ctypes.c_void_p(ctypes.addressof(memory))
         self.pointers = ctypes.addressof(self._pointer)
 
-    def set(self, name: str, value: int | list[int]) -> None:
-        """Write a field: an integer, or as many of them as an array has."""
+    def set(self, name: str, value: int | list[int] | bytes) -> None:
+        """Write a field: an integer, as many of them as an array has, or the bytes of a tensor map."""
         field, offset = self._fields[name], self._offsets[name]
+        if isinstance(value, bytes):
+            if len(value) != field.size:
+                raise ValueError(f"{name} takes {field.size} bytes, not {len(value)}")
+            self._bytes[offset : offset + field.size] = value
+            return
         numbers = value if isinstance(value, list) else [value]
         if len(numbers) != field.count:
             raise ValueError(f"{name} takes {field.count} numbers, not {len(numbers)}")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megagen.contract import Contract, Region
 from megagen.errors import DeviceError, InputError, MegaMoETimeout
 from megagen.planning.plan import ZEROED_LOCAL, ZEROED_SYMMETRIC, KernelPlan
-from megagen.planning.sm90 import LARGEST_BLOCK_M, largest_ring, local_layout
+from megagen.planning.planner import default_format, largest_local_layout
 from megagen.runtime.driver import Gpu, private_stream, require_gpu
 from megagen.runtime.patience import Progress, wait_for_streams
 from megagen.runtime.peers import OneProcess, Peers, agree_on, peers_of, together
@@ -57,7 +57,7 @@ class SymmBuffer:
         shape: of every layer that uses the buffer.
         group: the expert-parallel ranks; None is one rank alone, in plain memory. Collective otherwise.
         max_tokens: most tokens that a rank has in one call.
-        format: "fp8_block".
+        format: "fp8_block" or "mxfp8_mxfp4"; default: what the GPU's architecture has kernels for.
         device: GPU of this rank; default: the current one.
 
     Raises:
@@ -74,12 +74,12 @@ class SymmBuffer:
         group: dist.ProcessGroup | None = None,
         *,
         max_tokens: int,
-        format: str = "fp8_block",
+        format: str | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
         peers = peers_of(group)
         contracts = together(
-            peers, "reading its arguments", lambda: Contract(shape, peers.ranks, max_tokens, format)
+            peers, "reading its arguments", lambda: _contract(shape, peers.ranks, max_tokens, format, device)
         )
         contract = contracts[peers.rank]
         agree_on(contract, peers)
@@ -102,11 +102,11 @@ class SymmBuffer:
         *,
         ranks: int,
         max_tokens: int,
-        format: str = "fp8_block",
+        format: str | None = None,
         device: torch.device | str | int | None = None,
     ) -> list[SymmBuffer]:
         """The buffers of ``ranks`` ranks that share one GPU and this process."""
-        contract = Contract(shape, ranks, max_tokens, format)
+        contract = _contract(shape, ranks, max_tokens, format, device)
         gpu = require_gpu(device)
         memories = [_zeros(contract.symm.size, gpu) for _ in range(ranks)]
         bases = [memory.data_ptr() for memory in memories]
@@ -125,7 +125,7 @@ class SymmBuffer:
         self.contract, self.peers, self.gpu = contract, peers, gpu
         self.offsets = offsets
         self._symm = memory
-        self._local_layout = local_layout(contract, LARGEST_BLOCK_M, largest_ring(contract, gpu.arch.sms))
+        self._local_layout = largest_local_layout(contract, gpu.arch.name, gpu.arch.sms)
         self._local = _zeros(self._local_layout.size, gpu)
         self.symm_address, self.local_address = memory.data_ptr(), self._local.data_ptr()
         self.status = StatusBlock()
@@ -147,7 +147,8 @@ class SymmBuffer:
         return _view(self._local, (plan.local if plan else self._local_layout)[name])
 
     def inputs(self, tokens: int) -> Inputs:
-        """Views for ``tokens`` tokens: E4M3 [T, H], float32 [T, H/128], int32 [T, K], float32 [T, K]."""
+        """Views for ``tokens`` tokens: E4M3 [T, H], SFs [T, H/128] (float32, or int32 that hold four UE8M0
+        each), int32 [T, K], float32 [T, K]."""
         if not 0 <= tokens <= self.contract.max_tokens:
             raise InputError(f"tokens={tokens} is not within 0 to max_tokens={self.contract.max_tokens}")
         return Inputs(*(view[:tokens] for view in self._input_views))
@@ -234,6 +235,20 @@ class SymmBuffer:
         for name in ZEROED_LOCAL:
             self.local_view(name).zero_()
         self.status.clear()
+
+
+def _contract(
+    shape: MoEShape,
+    ranks: int,
+    max_tokens: int,
+    format: str | None,
+    device: torch.device | str | int | None,
+) -> Contract:
+    """The buffer's contract; without a format, that of the GPU's architecture."""
+    if format is None:
+        Contract(shape, ranks, max_tokens)  # what is wrong with it does not depend on the GPU
+        format = default_format(require_gpu(device).arch.name)
+    return Contract(shape, ranks, max_tokens, format)
 
 
 def _zeros(size: int, gpu: Gpu) -> torch.Tensor:

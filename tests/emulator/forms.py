@@ -53,7 +53,8 @@ def rows_of(found: set[str]) -> set[str]:
 
 
 def of_unit_tests() -> set[str]:
-    return set().union(*(spellings(path.read_text()) for path in TESTS.glob("test_*.py")))
+    sources = [*TESTS.glob("test_*.py"), *TESTS.glob("tcgen05_*.py")]  # tests, and the kernels of some
+    return set().union(*(spellings(path.read_text()) for path in sources))
 
 
 def of_cases(groups: dict[str, Callable[[], list[Case]]]) -> set[str]:

@@ -18,6 +18,7 @@ NO_RECORD = {
     "(.f32)(.f16|.bf16)": BLACKWELL,
     "(.ue8m0x2)": BLACKWELL,
     "redux(.sync)(.min|.max)": BLACKWELL,
+    "tcgen05": BLACKWELL,
     "st(.bulk)": BLACKWELL,
     "trap": "ends the kernel",
     "brkpt": "ends the kernel",

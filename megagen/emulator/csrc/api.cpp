@@ -37,7 +37,7 @@ extern "C" {
 struct emulator_options {
   int32_t ranks, sms;
   uint64_t seed, max_steps;
-  int32_t races, collectives_order, watchdog, timeline, step_clock, proxy;
+  int32_t races, collectives_order, pipelined_copies, watchdog, timeline, step_clock, proxy;
   int32_t compute_capability;
   uint32_t shared_per_sm, shared_per_cta, registers, threads_per_sm;
 };
@@ -55,6 +55,7 @@ Machine* emulator_create(const emulator_options* o) {
     options.max_steps = o->max_steps;
     options.races = o->races;
     options.collectives_order = o->collectives_order;
+    options.pipelined_copies = o->pipelined_copies;
     options.watchdog = o->watchdog;
     options.timeline = o->timeline;
     options.step_clock = o->step_clock;

@@ -50,6 +50,11 @@ uint32_t VectorClock::lane_count(const Chunk& c, const Entry& e, int lane) {
   return count;
 }
 
+uint32_t VectorClock::known_count(Agent agent, int lane) const {
+  const Entry* e = find(agent);
+  return e ? lane_count(*node_->chunks[slot_of(agent)], *e, lane) : 0;
+}
+
 bool VectorClock::knows_all(Agent agent, Mask lanes, uint32_t count) const {
   const Entry* e = find(agent);
   if (!e) return false;

@@ -44,6 +44,8 @@ class VectorClock {
     return e->each >= 0 && knows_each(agent, e->each, lane, count);
   }
   bool knows_all(Agent agent, Mask lanes, uint32_t count) const;
+  /// Up to which count a lane's accesses are known.
+  uint32_t known_count(Agent agent, int lane) const;
   /// Learns that `lanes` of `agent` are done up to `count`.
   void learn(Agent agent, Mask lanes, uint32_t count);
   void join(const VectorClock& other);
@@ -98,16 +100,25 @@ class VectorClock {
 struct Clock {
   VectorClock before;
   VectorClock fenced[2];  // kShared, kGlobal
+  VectorClock tensor;     // tcgen05 operations that come before, for whoever has a fence::after_thread_sync
 
   void join(const Clock& other) {
     before.join(other.before);
+    tensor.join(other.tensor);
     fenced[0].join(other.fenced[0]);
     fenced[1].join(other.fenced[1]);
   }
   bool same(const Clock& other) const {
-    return before.same(other.before) && fenced[0].same(other.fenced[0]) && fenced[1].same(other.fenced[1]);
+    return before.same(other.before) && fenced[0].same(other.fenced[0]) && fenced[1].same(other.fenced[1]) &&
+           tensor.same(other.tensor);
   }
 };
+/// What relaxed synchronization passes on: it orders execution, hence tcgen05 operations, but not memory.
+inline Clock tensor_order_of(const Clock& clock) {
+  Clock out;
+  out.tensor = clock.tensor;
+  return out;
+}
 inline constexpr int kSharedProxy = 0, kGlobalProxy = 1;
 
 }  // namespace megagen::emulator

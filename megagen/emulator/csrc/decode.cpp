@@ -571,7 +571,8 @@ class ModuleDecoder final : public Decoder {
     form_ = nullptr;
     const auto* rows = FormTable::get().rows(a.opcode);
     if (!rows) unsupported("this instruction isn't implemented");
-    static const std::set<std::string> kAnyOrder = {"atom", "red", "ld", "st", "ldmatrix", "stmatrix"};
+    static const std::set<std::string> kAnyOrder = {"atom",     "red",      "ld",     "st",
+                                                    "ldmatrix", "stmatrix", "tcgen05"};
     const bool any_order = kAnyOrder.count(a.opcode) != 0;
     for (const bool ordered : {true, false}) {
       if (!ordered && !any_order) break;

@@ -12,7 +12,7 @@ int atomic_op(const Decoder& d);  // exec_atomics.cpp
 namespace {
 
 // Instr: op[0] destination, op[1] source, op[2] size, op[3] mbarrier, op[4] multicast mask.
-enum : uint16_t { kMulticast = 1, kGroup = 2, kByteMask = 4 };
+enum : uint16_t { kMulticast = 1, kGroup = 2, kByteMask = 4, kPair = 8 };
 
 uint64_t address_at(const Exec& x, const Ref& r, int64_t offset, int lane) {
   return (r.width == 8 ? x.value(r, lane) : static_cast<uint32_t>(x.value(r, lane))) +
@@ -75,15 +75,31 @@ std::vector<Cta*> receivers(const Exec& x, const Instr& i, int lane, const Place
   return out;
 }
 
+/// Where a copy to `cta` signals: there, or with .cta_group::2 in whichever CTA of its pair is even or odd
+/// like the one that the mbarrier operand names.
+Region* barrier_region(const Instr& i, const Place& named, Cta& cta) {
+  if (i.flags & kPair) {
+    const uint32_t rank = (cta.cluster_rank & ~1u) | (named.region->cta->cluster_rank & 1);
+    if (rank >= cta.cluster->ctas.size())
+      fail(ErrorKind::MemoryFault, "a copy with .cta_group::2 to a CTA that has no peer");
+    Region* region = cta.cluster->ctas[rank]->shared;
+    if (i.flags & kMulticast || region == named.region) return region;
+    fail(ErrorKind::MemoryFault,
+         "the mbarrier must be in the shared memory of the destination's CTA or its peer");
+  }
+  if (i.flags & kMulticast) return cta.shared;
+  if (named.region->cta != &cta)
+    fail(ErrorKind::MemoryFault, "the mbarrier and the destination must be in one CTA's shared memory");
+  return named.region;
+}
+
 void add_barriers(Exec& x, AsyncCopy& c, const Instr& i, int lane, const std::vector<Cta*>& to,
                   uint32_t bytes) {
   x.require_defined(i.op[3], "mbarrier address");
   const Place first =
       x.resolve(Space::SharedCluster, address_at(x, i.op[3], i.offset[1], lane) & 0xFFFFFFFFu, 8, lane, 8);
   for (Cta* cta : to) {
-    Region* region = i.flags & kMulticast ? cta->shared : first.region;
-    if (region->cta != cta)
-      fail(ErrorKind::MemoryFault, "the mbarrier and the destination must be in one CTA's shared memory");
+    Region* region = barrier_region(i, first, *cta);
     require_visible(x, mbarrier_at({region, first.offset}), lane);
     c.barriers.push_back({region, static_cast<uint32_t>(first.offset), bytes});
   }
@@ -421,6 +437,7 @@ void decode_tensor_load(Decoder& d, Instr& i) {
     i.flags |= kMulticast;
     i.op[4] = d.source(d.operand(3), Type::U16);
   }
+  if (d.has(".cta_group::2")) i.flags |= kPair;
   i.fn = tensor;
 }
 void decode_tensor_store(Decoder& d, Instr& i) {
@@ -539,7 +556,7 @@ const Form kForms[] = {
     {"cp(.async)(.bulk)(.commit_group)", kBulk, decode_commit},
     {"cp(.async)(.bulk)(.wait_group){.read}", kBulk, decode_wait},
     {"cp(.async)(.bulk)(.tensor)" DIMS "(.shared::cluster|.shared::cta)(.global){.tile}" TX
-     "{.multicast::cluster}{.L2::cache_hint}",
+     "{.multicast::cluster}{.cta_group::1|.cta_group::2}{.L2::cache_hint}",
      kTensor, decode_tensor_load},
     {"cp(.async)(.bulk)(.tensor)" DIMS "(.global)(.shared::cta){.tile}(.bulk_group){.L2::cache_hint}",
      kTensor, decode_tensor_store},

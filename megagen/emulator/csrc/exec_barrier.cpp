@@ -171,6 +171,8 @@ void cluster_arrive(Exec& x, const Instr& i) {
   if (!(i.flags & 2)) {
     c.clock.join(x.publish(x.mask));
     x.tick();
+  } else {
+    c.clock.join(tensor_order_of(x.publish(x.mask)));
   }
   x.note_change();
   if (c.arrived >= c.expected) complete_cluster_phase(x.m, c);

@@ -10,6 +10,7 @@ namespace megagen::emulator {
 
 /// A register that an uncompleted wgmma writes is copied: the copy gets the result too (exec_matrix.cpp).
 void wgmma_alias(Exec& x, uint32_t from, uint32_t to);
+void tensor_alias(Exec& x, uint32_t from, uint32_t to);  // exec_tcgen05_memory.cpp
 
 namespace {
 
@@ -408,6 +409,7 @@ void mov(Exec& x, const Instr& i) {
       const auto it = x.w.in_flight.find(i.op[1].off);
       if (it != x.w.in_flight.end()) wgmma_alias(x, i.op[1].off, i.op[0].off);
     }
+    if (x.mask == kAllLanes && !x.w.tensor_registers.empty()) tensor_alias(x, i.op[1].off, i.op[0].off);
     x.propagate(i, 1, 1);
   } else {
     x.define(i.op[0]);

@@ -125,17 +125,27 @@ Mask same_place(const Exec& x, const Instr& i, Mask lanes) {
 /// op[0] state (may be absent), op[1] address, op[2] count, op[3] transaction bytes.
 enum : uint16_t { kRelaxed = 1, kDrop = 2, kNoComplete = 4 };
 
+/// What a relaxed arrive passes on: the order of tcgen05 operations, and after a fence what came before the fence.
+Clock relaxed_release(const Exec& x, int lane, Scope scope) {
+  Clock out = tensor_order_of(x.clock_of(lane));
+  if (x.w.fences.empty()) return out;
+  const auto& fence = x.w.fences[static_cast<size_t>(lane)];
+  if (fence.set && fence.scope >= scope) out.join(fence.clock);
+  return out;
+}
+
 void arrive(Exec& x, const Instr& i) {
   x.require_defined(i.op[1], "address");
   if (i.op[2].kind) x.require_defined(i.op[2], "arrival count");
   if (i.op[3].kind) x.require_defined(i.op[3], "transaction count");
   if ((x.mask & (x.mask - 1)) && !i.op[0].kind && !i.op[2].kind && !i.op[3].kind &&
-      !(i.flags & (kDrop | kNoComplete)) && same_place(x, i, x.mask) == x.mask) {  // many lanes, one mbarrier
+      !(i.flags & (kDrop | kNoComplete)) && !((i.flags & kRelaxed) && !x.w.fences.empty()) &&
+      same_place(x, i, x.mask) == x.mask) {  // many lanes, one mbarrier
     Mbarrier& b = known_mbarrier(x, place_of(x, i, 1, __builtin_ctz(x.mask)), x.mask);
     const auto count = static_cast<uint32_t>(__builtin_popcount(x.mask));
     if (count <= b.pending) {
       const bool relaxed = i.flags & kRelaxed;
-      const Clock released = relaxed ? Clock() : x.publish(x.mask);
+      const Clock released = relaxed ? tensor_order_of(x.publish(x.mask)) : x.publish(x.mask);
       mbarrier_arrive(x.m, b, count, &released);
       if (!relaxed) x.tick();
       x.note_change();
@@ -165,7 +175,8 @@ void arrive(Exec& x, const Instr& i) {
            "arrive.noComplete completes the phase of the " + mbarrier_text(b) + " (undefined behaviour)");
     }
     if (i.flags & kRelaxed) {
-      mbarrier_arrive(x.m, b, count, nullptr);
+      const Clock released = relaxed_release(x, l, remote ? Scope::Cluster : Scope::Cta);
+      mbarrier_arrive(x.m, b, count, &released);
     } else {
       const Clock released = x.publish(1u << l);
       mbarrier_arrive(x.m, b, count, &released);
@@ -221,7 +232,7 @@ void wait(Exec& x, const Instr& i) {
           << l;
     }
     complete |= done;
-    if (done && !(i.flags & kRelaxed)) x.acquire(done, b.done);
+    if (done) x.acquire(done, i.flags & kRelaxed ? tensor_order_of(b.done) : b.done);
     if (done != lanes) open.push_back(&b);
   }
   if ((i.flags & kTry) && !complete && !x.f->give_up && x.m.random.below(16) != 0) {

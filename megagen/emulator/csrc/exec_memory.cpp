@@ -60,9 +60,6 @@ void load(Exec& x, const Instr& i) {
   const bool loops = any_loop(*x.f);
   uint64_t place = 0;  // lanes that read one place in a row synchronize together
   Mask readers = 0;
-  if (loops && !few && !strong) {
-    for (LoopWatch& l : x.f->loops) l.overflow = true;
-  }
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     const LanePlace p = lane_place(x, i.space, x.address_of(i, 1, l), bytes, l, bytes);
@@ -80,6 +77,8 @@ void load(Exec& x, const Instr& i) {
         if (loops) x.note_read(p.canonical(), bytes, value, true);
       } else if (loops && few) {
         note_weak_read(x, p, bytes);
+      } else if (loops) {
+        for (LoopWatch& loop : x.f->loops) loop.overflow = true;
       }
     }
     to_registers(x, i, l, p.data, p.undefined);

@@ -63,9 +63,10 @@ int bytes_of(Type type) {
 // --- The form table ---
 
 FormTable::FormTable() {
-  for (const FormList& list : {integer_forms(), bit_forms(), float_forms(), half_forms(), convert_forms(),
-                               control_forms(), memory_forms(), atomic_forms(), warp_forms(), barrier_forms(),
-                               mbarrier_forms(), async_forms(), matrix_forms()}) {
+  for (const FormList& list :
+       {integer_forms(), bit_forms(), float_forms(), half_forms(), convert_forms(), control_forms(),
+        memory_forms(), atomic_forms(), warp_forms(), barrier_forms(), mbarrier_forms(), async_forms(),
+        matrix_forms(), tensor_memory_forms(), tensor_move_forms(), tensor_mma_forms()}) {
     add(list.forms, list.count);
   }
 }

@@ -63,6 +63,9 @@ FormList barrier_forms();
 FormList mbarrier_forms();
 FormList async_forms();
 FormList matrix_forms();
+FormList tensor_memory_forms();
+FormList tensor_move_forms();
+FormList tensor_mma_forms();
 
 /// What a decode function works with: the parsed instruction, the matched modifiers, and access to the
 /// symbols.

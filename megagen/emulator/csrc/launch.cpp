@@ -4,6 +4,7 @@
 
 #include "machine.hpp"
 #include "mbarrier.hpp"
+#include "tensor_memory.hpp"
 
 namespace megagen::emulator {
 
@@ -85,7 +86,7 @@ ModuleInstance* Machine::load(const std::string& ptx, const std::string& source)
     }
     auto& store = instance->constant_store[rank];
     uint8_t* bank = aligned(store, p.constants.size());
-    memcpy(bank, p.constants.data(), p.constants.size());
+    if (!p.constants.empty()) memcpy(bank, p.constants.data(), p.constants.size());
     for (const auto& use : p.symbol_uses) {
       const uint64_t value = addresses[static_cast<size_t>(use.global)] + static_cast<uint64_t>(use.addend);
       for (int l = 0; l < kLanes; ++l) memcpy(bank + use.constant + l * 8, &value, 8);
@@ -336,6 +337,12 @@ void Machine::retire_cta(Cta& cta) {
     fail(ErrorKind::MemoryFault,
          format("the CTA exits while %u asynchronous operations still use its shared memory",
                 cta.async_in_flight));
+  }
+  if (!cta.tensor_allocations.empty()) {
+    const auto [column, columns] = cta.tensor_allocations.front();
+    fail(ErrorKind::MemoryFault,
+         format("the CTA exits without a tcgen05.dealloc of its tensor memory columns %u to %u", column,
+                column + columns - 1));
   }
   Grid& g = *cta.grid;
   if (!cta.launched_dependents) ++g.triggered;

@@ -61,6 +61,7 @@ enum class Wait : uint8_t {
   Time,       // nanosleep
   Poll,       // a loop that reads unchanged memory
   Grid,       // griddepcontrol.wait
+  Tensor,     // tcgen05.alloc and dealloc
 };
 
 /// Watches one loop: iterations that read the same values from the same places and change nothing are
@@ -122,6 +123,9 @@ struct LaneGroups {
 };
 
 struct Wgmma;
+struct TensorOp;      // tcgen05.hpp
+struct TensorLoad;    // tcgen05.hpp
+struct TensorMemory;  // tensor_memory.hpp
 
 struct Warp {
   Cta* cta = nullptr;
@@ -175,6 +179,19 @@ struct Warp {
   uint64_t wgmma_issued = 0;
   bool wgmma_touched = true;  // a register of a wgmma was accessed since the last wgmma.fence
 
+  // tcgen05, per lane: what its next operation comes after, and what a commit says is complete.
+  struct TensorOrder {
+    VectorClock after, tracked;
+    Clock before;  // what the thread had done when it issued the latest
+  };
+  std::unique_ptr<TensorOrder[]> tensor_order;  // made on first use
+  uint32_t tensor_loading = 0, tensor_storing = 0;
+  struct TensorRegister {
+    std::shared_ptr<TensorLoad> load;
+    uint32_t index;  // of the load's registers
+  };
+  std::unordered_map<uint32_t, TensorRegister> tensor_registers;  // by offset: of loads not waited for
+
   void release_memory();  // of a warp whose CTA has ended: reports may still name it, nobody reads its state
 };
 
@@ -213,6 +230,31 @@ struct Cta {
   };
   std::vector<Warpgroup> warpgroups;
   bool launched_dependents = false;
+
+  // Tensor memory.
+  struct TensorStream {  // operations of one warp that are alike in what they are pipelined with
+    int warp;
+    uint8_t kind;  // TensorKind
+    uint64_t key;
+    Agent issued, done;
+    Mask lanes;  // that issued
+    struct Issued {
+      uint32_t count;
+      int lane;
+      VectorClock order;  // what came before it
+    };
+    std::deque<Issued> recent;  // the latest, oldest first
+  };
+  std::vector<TensorStream> tensor_streams;
+  struct TensorRequest {  // of a warp that allocates or frees together with one of the peer CTA
+    const Warp* warp = nullptr;
+    uint32_t columns = 0, column = 0;
+    bool frees = false, granted = false;
+  };
+  TensorRequest tensor_request;
+  bool tensor_permit = true;
+  uint32_t tensor_limit = 512;                                    // what the next allocation may take
+  std::vector<std::pair<uint32_t, uint32_t>> tensor_allocations;  // first column, columns
 };
 
 struct Cluster {
@@ -223,9 +265,20 @@ struct Cluster {
   uint64_t phase = 0;
   Clock clock, done;
   uint32_t live_ctas = 0;
+  std::vector<std::shared_ptr<TensorOp>> tensor_ops;  // not executed yet
 };
 
-enum class AgentKind : uint64_t { Warp, CopyGroup, BulkRead, BulkWrite, Wgmma, Mbarrier, Reduction };
+enum class AgentKind : uint64_t {
+  Warp,
+  CopyGroup,
+  BulkRead,
+  BulkWrite,
+  Wgmma,
+  Mbarrier,
+  Reduction,
+  TensorIssued,
+  TensorDone,
+};
 
 struct Grid {
   const Program* program = nullptr;
@@ -244,7 +297,8 @@ struct Grid {
   bool programmatic = false;
   bool started = false, finished = false;
   uint32_t ctas_per_sm = 1;
-  Clock finish;  // everything the grid did
+  int tensor_group = 0;  // .cta_group of its tcgen05 instructions, which all must have
+  Clock finish;          // everything the grid did
 };
 
 // --- The machine ---
@@ -256,7 +310,8 @@ struct Options {
   bool races = true, watchdog = false, timeline = false;
   bool step_clock = false;  // %clock counts the machine's warp instructions, not virtual nanoseconds
   bool collectives_order =
-      false;  // shfl, vote and other warp collectives also order memory among their lanes
+      false;                      // shfl, vote and other warp collectives also order memory among their lanes
+  bool pipelined_copies = false;  // a tcgen05.cp executes after the tcgen05.mma that were issued before it
   ProxyCheck proxy = ProxyCheck::Error;
   ArchInfo arch;
 };
@@ -342,8 +397,9 @@ struct Machine {
   std::vector<std::unique_ptr<Region>> regions;
   std::vector<Region*> pages;  // global memory by page
   uint64_t next_page = 0;
-  std::vector<std::unique_ptr<Cta>> slots;         // residents; a slot is one CTA's place on an SM
-  std::vector<std::vector<uint32_t>> slot_counts;  // per slot: counter of each local agent
+  std::vector<std::unique_ptr<Cta>> slots;                   // residents; a slot is one CTA's place on an SM
+  std::vector<std::unique_ptr<TensorMemory>> tensor_memory;  // per rank and SM, made on first use
+  std::vector<std::vector<uint32_t>> slot_counts;            // per slot: counter of each local agent
   std::vector<std::unique_ptr<Region>> slot_shared;
   std::vector<std::unique_ptr<Cta>> retired;
   std::deque<std::unique_ptr<Grid>> grids;

@@ -70,7 +70,8 @@ struct Region {
   int rank = 0;
   bool read_only = false;
   bool live = true;
-  Cta* cta = nullptr;  // of shared memory
+  bool tensor = false;  // tensor memory
+  Cta* cta = nullptr;   // of shared memory
   std::string name;
   uint32_t watched = 0;                                               // words that sleeping fragments poll
   std::unordered_map<uint32_t, std::unique_ptr<Mbarrier>> mbarriers;  // shared memory: by offset

@@ -33,6 +33,13 @@ void History::drop_if_empty(Cell& cell) {
   }
 }
 
+void History::forget(Region& region, uint64_t offset, uint32_t bytes) {
+  for (uint64_t w = offset / 4; w < (offset + bytes) / 4; ++w) {
+    if (region.cells[w].more) free_more(region.cells[w].more);
+    region.cells[w] = Cell();
+  }
+}
+
 void History::forget(Region& region) {
   const uint64_t words = (region.size + 3) / 4;
   for (uint64_t w = 0; w < words; ++w) {

@@ -18,7 +18,8 @@ struct Accessor {
   uint32_t flags = kValid;          // EpochFlag
   uint32_t line = 0;
   const Clock* clock = nullptr;
-  const Clock* also[3] = {};  // further threads that take part: what they know counts too
+  const Clock* also[3] = {};        // further threads that take part: what they know counts too
+  const Clock* unfenced = nullptr;  // tensor memory: what the thread knows but for tcgen05.fence
 };
 
 enum class ProxyCheck : uint8_t { Off, Report, Error };
@@ -59,6 +60,7 @@ class History {
   }
   /// Forgets what happened in a region (a new CTA's shared memory).
   void forget(Region& region);
+  void forget(Region& region, uint64_t offset, uint32_t bytes);
 
   std::unordered_map<uint64_t, SyncVariable> variables;  // by canonical address
 

@@ -31,6 +31,11 @@ std::string Machine::name_of(Agent a) const {
         return where + format(" destination of a bulk copy of warp %u", n);
       case AgentKind::Wgmma:
         return where + format(" wgmma of warpgroup %u", n);
+      case AgentKind::TensorDone: {
+        static const char* const kNames[] = {"mma", "cp", "cp", "shift", "ld", "st"};
+        const auto& s = cta->tensor_streams[n];
+        return where + format(" tcgen05.%s of warp %d", kNames[s.kind], s.warp);
+      }
       case AgentKind::Mbarrier:
         return where + format(" copy that completes on the mbarrier at shared address 0x%x", n);
       default:
@@ -41,6 +46,10 @@ std::string Machine::name_of(Agent a) const {
 }
 
 std::string Machine::describe_address(const Region& r, uint64_t address) const {
+  if (r.tensor) {
+    const auto word = static_cast<uint32_t>((address - r.base) / 4);
+    return format("%s lane %u column %u", r.name.c_str(), word / 512, word % 512);
+  }
   return format("%s + %llu", r.name.c_str(), static_cast<unsigned long long>(address - r.base));
 }
 
@@ -48,6 +57,30 @@ std::string Machine::locate(const Error& e, const Warp& w, Mask lanes, const Ins
   return format("%s lanes 0x%08x at ", name_of(w).c_str(), lanes) + w.cta->grid->program->describe(i) + ": " +
          e.what();
 }
+
+namespace {
+
+/// What would have ordered two accesses to tensor memory.
+const char* missing_fence(const RaceReport& r, const Accessor& by) {
+  const Agent agent = agent_of(r.other);
+  const auto known = [&](const VectorClock& c) {
+    return c.knows(agent, lane_of(r.other), count_of(r.other));
+  };
+  if (known(by.unfenced->tensor)) {
+    return ": the completion is known through thread synchronization, but tcgen05.fence::after_thread_sync "
+           "is "
+           "missing after it";
+  }
+  if (known(by.unfenced->before)) {
+    return ": the completion is known through thread synchronization, but tcgen05.fence::before_thread_sync "
+           "is "
+           "missing before it";
+  }
+  return ": its completion (tcgen05.commit and a wait on the mbarrier, or tcgen05.wait::ld or ::st) isn't "
+         "known";
+}
+
+}  // namespace
 
 void Machine::violation(const RaceReport& r, const Accessor& by) {
   const uint64_t key = static_cast<uint64_t>(by.line) << 32 | r.other_line |
@@ -70,6 +103,7 @@ void Machine::violation(const RaceReport& r, const Accessor& by) {
     text += a + " isn't ordered after " + b;
     if ((by.flags & kStrong) && (flags_of(r.other) & kStrong))
       text += " (both are strong, but not in one scope)";
+    if (by.unfenced) text += missing_fence(r, by);
   } else {
     text += a + " goes through the async proxy without a proxy fence (fence.proxy.async) after " + b;
   }
@@ -115,6 +149,10 @@ std::string Machine::wait_text(const Warp& w, const Fragment& f) const {
       return "sleeps";
     case Wait::Grid:
       return "waits for the previous grid";
+    case Wait::Tensor:
+      return f.wait_detail ? format("waits for %llu free columns of tensor memory",
+                                    static_cast<unsigned long long>(f.wait_detail))
+                           : "waits for the peer CTA to execute the same tcgen05 instruction";
     case Wait::Poll: {
       std::string text = "polls unchanged memory:";
       size_t shown = 0;
