@@ -71,8 +71,6 @@ constexpr u32 L1_N_TILES = 6;  // tiles of BLOCK_N weight rows per expert
 constexpr u32 L2_N_TILES = 8;  // tiles of BLOCK_N weight rows per expert
 constexpr u32 EXPERTS_PER_WAVE = 32;
 constexpr u32 PANEL_BLOCKS = 16;  // row blocks of an expert that are worked on together
-constexpr u32 OWN_TILE = ~0u;  // in place of a tile number
-constexpr u32 EARLY_STAGES = 4;  // stages whose weights travel before the counts are known
 
 // ---------------------------------------------------------------- dispatch and combine
 constexpr u32 LONE_PUBLISHER_ROUTES = 1024;  // up to so many, one SM publishes all
@@ -92,7 +90,6 @@ constexpr u32 DRAIN_NS = 50000;  // ns, in which an issued bulk copy lands for s
 constexpr u32 THREADS = 384;
 constexpr u32 FULL_WARP = ~0u;
 constexpr u32 LOAD_TOKENS_WARP = 0;
-constexpr u32 LOAD_WEIGHTS_WARP = 1;
 constexpr u32 DISPATCH_WARP = 2;
 constexpr u32 COMBINE_WARP = 3;
 constexpr u32 FIRST_MATH_WARP = 4;
@@ -117,14 +114,13 @@ constexpr u32 SMEM_EXPERT_BLOCK = 221952;  // u32[128]
 constexpr u32 SMEM_TILE_TASKS = 222464;  // u32[4][4]
 constexpr u32 SMEM_FULL = 222528;  // u64[4]
 constexpr u32 SMEM_EMPTY = 222560;  // u64[4]
-constexpr u32 SMEM_OWN_WEIGHTS = 222592;  // u64[1]
-constexpr u32 SMEM_TILE_FULL = 222600;  // u64[4]
-constexpr u32 SMEM_TILE_EMPTY = 222632;  // u64[4]
-constexpr u32 SMEM_TILE_STORED = 222664;  // u64[4]
-constexpr u32 SMEM_ORDER_FULL = 222696;  // u64[2]
-constexpr u32 SMEM_ORDER_EMPTY = 222712;  // u64[2]
-constexpr u32 SMEM_ORDER = 222728;  // u32[2]
-constexpr u32 SMEM_PULLED = 222736;  // u64[2]
+constexpr u32 SMEM_TILE_FULL = 222592;  // u64[4]
+constexpr u32 SMEM_TILE_EMPTY = 222624;  // u64[4]
+constexpr u32 SMEM_TILE_STORED = 222656;  // u64[4]
+constexpr u32 SMEM_ORDER_FULL = 222688;  // u64[2]
+constexpr u32 SMEM_ORDER_EMPTY = 222704;  // u64[2]
+constexpr u32 SMEM_ORDER = 222720;  // u32[2]
+constexpr u32 SMEM_PULLED = 222728;  // u64[2]
 constexpr u32 SMEM_CTA_FLAGS = 222752;  // u32[8]
 
 // ---------------------------------------------------------------- symmetric buffer, 151538688 bytes
@@ -155,7 +151,7 @@ constexpr u32 LAUNCH_NUMBER = 0;  // launches completed on this buffer
 constexpr u32 LAUNCH_FAILURES = 1;  // failures so far; the first is reported
 constexpr u32 LAUNCH_DROPPED = 2;  // expert ids out of range so far
 constexpr u32 LAUNCH_PUBLISHED = 3;  // SMs that have published their routes
-constexpr u32 LAUNCH_NEXT_TILE = 4;  // tiles taken by SMs, but for their own
+constexpr u32 LAUNCH_NEXT_TILE = 4;  // tiles taken by SMs after their first
 constexpr u32 LAUNCH_NEXT_UNIT = 5;  // combine units taken by warps after their first
 constexpr u32 LAUNCH_FINISHED = 6;  // SMs all of whose roles have left
 constexpr u32 CTA_FLAG_STOPPED = 0;  // a wait gave up
@@ -164,7 +160,6 @@ constexpr u32 CTA_FLAG_TILES = 2;  // tiles that the token loader handed on, and
 constexpr u32 CTA_FLAG_STUCK = 3;  // what the math role waits for in vain, 0 if nothing
 constexpr u32 ROLE_DISPATCH = 1;
 constexpr u32 ROLE_LOAD_TOKENS = 2;
-constexpr u32 ROLE_LOAD_WEIGHTS = 3;
 constexpr u32 ROLE_MATH = 4;
 constexpr u32 ROLE_COMBINE = 5;
 constexpr u32 AWAITED_RANK_BEFORE_PULL = 1;
@@ -679,10 +674,9 @@ DEVICE bool wait_for_all_ranks(const Params& p, u32 sequence, u32 lane) {
 // ---------------------------------------------------------------- schedule
 // Waves of EXPERTS_PER_WAVE experts: first the L1 tiles of all of them, then their L2 tiles. A segment is one
 // expert's tiles of one phase, panel by panel of PANEL_BLOCKS row blocks; inside a panel M runs first, so
-// that neighbours share weights. SMs take tiles from a counter, one ahead of the one they load. But the tiles
-// of the first block of the first experts each belong to an SM, which takes its own first: so its weights can
-// travel before the counts are known. Every L2 tile comes after the L1 tiles it needs in this order, and each
-// SM works in this order, so the oldest unfinished tile can always proceed.
+// that neighbours share weights. An SM's first tile is that of its own number; then SMs take tiles from a
+// counter, one ahead of the one they load. Every L2 tile comes after the L1 tiles it needs in this order, and
+// each SM works in this order, so the oldest unfinished tile can always proceed.
 
 struct Tile {
     u32 phase;       // 1 or 2
@@ -703,33 +697,12 @@ DEVICE u32 first_block_of_expert(u32 smem, u32 expert) {
 
 DEVICE u32 blocks_of_rows(u32 rows) { return (rows + BLOCK_M - 1) / BLOCK_M; }
 
-// Experts whose first block's L1 tiles belong to SMs: tile n of expert e to SM e * L1_N_TILES + n.
-DEVICE u32 experts_with_owners() { return min(gridDim.x / L1_N_TILES, LOCAL_EXPERTS); }
-DEVICE bool owns_tile() { return blockIdx.x < experts_with_owners() * L1_N_TILES; }
-
 struct Schedule {
     u32 expert_count;  // shared addresses of what the dispatch role has found out
     u32 expert_block;
     u32 first = 0;  // number of the first tile of `segment`
     u32 segment = 0;
-    // Blocks of an expert, 0 or 1, whose L1 tiles belong to SMs.
-    DEVICE u32 owned_blocks(u32 expert, u32 count) const {
-        return count != 0 && expert < experts_with_owners() ? 1 : 0;
-    }
-    // This SM's own tile; false if it has none, or its expert received nothing.
-    DEVICE bool find_own(Tile& tile) {
-        const u32 expert = blockIdx.x / L1_N_TILES;
-        const u32 count = owns_tile() ? load_shared_u32(expert_count + expert * sizeof(u32)) : 0;
-        if (owned_blocks(expert, count) == 0) return false;
-        tile.phase = 1;
-        tile.expert = expert;
-        tile.pool_block = load_shared_u32(expert_block + expert * sizeof(u32));
-        tile.n_tile = blockIdx.x % L1_N_TILES;
-        tile.rows = min(count, BLOCK_M);
-        return true;
-    }
-    // Tile number `index` of those without an owner; numbers must not decrease from call to call. False if
-    // there are fewer.
+    // Tile number `index`, which must not decrease from call to call; false if there are fewer.
     DEVICE bool find(u32 index, Tile& tile) {
         for (; segment < 2 * LOCAL_EXPERTS; ++segment) {
             const u32 wave = segment / (2 * EXPERTS_PER_WAVE);
@@ -737,15 +710,14 @@ struct Schedule {
             const bool second = place >= EXPERTS_PER_WAVE;
             const u32 expert = wave * EXPERTS_PER_WAVE + (second ? place - EXPERTS_PER_WAVE : place);
             const u32 count = load_shared_u32(expert_count + expert * sizeof(u32));
-            const u32 first_m = second ? 0 : owned_blocks(expert, count);
-            const u32 blocks = blocks_of_rows(count) - first_m;
+            const u32 blocks = blocks_of_rows(count);
             const u32 n_tiles = second ? L2_N_TILES : L1_N_TILES;
             const u32 tiles = blocks * n_tiles;
             if (index - first < tiles) {
                 const u32 panel = (index - first) / (PANEL_BLOCKS * n_tiles) * PANEL_BLOCKS;  // its first block
                 const u32 place = index - first - panel * n_tiles;
                 const u32 width = min(blocks - panel, PANEL_BLOCKS);
-                const u32 m = first_m + panel + place % width;
+                const u32 m = panel + place % width;
                 tile.n_tile = place / width;
                 tile.phase = second ? 2 : 1;
                 tile.expert = expert;
@@ -1182,10 +1154,10 @@ DEVICE void dispatch_role(const Params& p, u32 smem, u32 lane) {
 }
 
 // ---------------------------------------------------------------- load roles
-// One thread each. The weight loader takes tiles from the counter of all SMs, after the SM's own, and hands
-// their numbers to the token loader; it waits for empty stages only, so weights stream while tokens still
-// travel. The token loader waits for the rows of a block (L1: pulled tokens, L2: all L1 tiles of the block)
-// and for empty stages, and hands tiles to the math and combine roles.
+// One thread each. The weight loader takes tiles from the counter of all SMs and hands their numbers to the
+// token loader; it waits for empty stages only, so weights stream while tokens still travel. The token loader
+// waits for the rows of a block (L1: pulled tokens, L2: all L1 tiles of the block) and for empty stages, and
+// hands tiles to the math and combine roles.
 
 // The weight loader's wait, on behalf of tile number `n` of this SM. False if the token loader has left
 // before it handed on that tile: nobody empties its stages.
@@ -1197,21 +1169,8 @@ DEVICE bool wait_unless_left(u32 smem, u32 barrier, u32 parity, u32 n) {
     return true;
 }
 
-// Weights of L1 tile blockIdx.x on their way to the first stages, before it is known whether its expert
-// receives anything.
-DEVICE void load_own_weights(const Params& p, u32 smem) {
-    mbarrier_arrive_expect_bytes(smem + SMEM_OWN_WEIGHTS, EARLY_STAGES * WEIGHT_STAGE_BYTES);
-    const u64 weights = p.w13 + static_cast<u64>(blockIdx.x) * HIDDEN_BLOCKS * WEIGHT_STAGE_BYTES;
-    for (u32 k = 0; k < EARLY_STAGES; ++k) {
-        bulk_load(smem + SMEM_WEIGHT_STAGES + k * WEIGHT_STAGE_BYTES,
-                  reinterpret_cast<const void*>(weights + static_cast<u64>(k) * WEIGHT_STAGE_BYTES),
-                  WEIGHT_STAGE_BYTES, smem + SMEM_OWN_WEIGHTS);
-    }
-}
-
-// Streams the weights of tile number `n` of this SM, of which the first `loaded` K blocks are there; false if
-// nobody wants them any more.
-DEVICE bool load_weights(const Params& p, u32 smem, Stage& stage, const Tile& tile, u32 n, u32 loaded) {
+// Streams the weights of tile number `n` of this SM; false if nobody wants them any more.
+DEVICE bool load_weights(const Params& p, u32 smem, Stage& stage, const Tile& tile, u32 n) {
     const bool is_l1 = tile.phase == 1;
     const u32 k_blocks = k_blocks_of(is_l1);
     const u64 n_tile = static_cast<u64>(tile.expert) * (is_l1 ? L1_N_TILES : L2_N_TILES) + tile.n_tile;
@@ -1219,14 +1178,10 @@ DEVICE bool load_weights(const Params& p, u32 smem, Stage& stage, const Tile& ti
     for (u32 k = 0; k < k_blocks; ++k) {
         if (!wait_unless_left(smem, empty_barrier(smem, stage.index), stage.parity ^ 1, n)) return false;
         const u32 full = full_barrier(smem, stage.index);
-        if (k < loaded) {
-            mbarrier_arrive(full);
-        } else {
-            mbarrier_arrive_expect_bytes(full, WEIGHT_STAGE_BYTES);
-            bulk_load(smem + SMEM_WEIGHT_STAGES + stage.index * WEIGHT_STAGE_BYTES,
-                      reinterpret_cast<const void*>(weights + static_cast<u64>(k) * WEIGHT_STAGE_BYTES),
-                      WEIGHT_STAGE_BYTES, full);
-        }
+        mbarrier_arrive_expect_bytes(full, WEIGHT_STAGE_BYTES);
+        bulk_load(smem + SMEM_WEIGHT_STAGES + stage.index * WEIGHT_STAGE_BYTES,
+                  reinterpret_cast<const void*>(weights + static_cast<u64>(k) * WEIGHT_STAGE_BYTES),
+                  WEIGHT_STAGE_BYTES, full);
         stage.advance();
     }
     return true;
@@ -1239,8 +1194,7 @@ DEVICE void load_weights_role(const Params& p, u32 smem) {
     RingPosition<ORDER_SLOTS> order;
     Tile tile;
     u32* const next_tile = local_words(p, LOCAL_LAUNCH) + LAUNCH_NEXT_TILE;
-    const bool has_own = schedule.find_own(tile);
-    u32 index = has_own ? OWN_TILE : fetch_add_relaxed_gpu(next_tile, 1);
+    u32 index = blockIdx.x;
     bool more = true;
     for (u32 n = 0; more; ++n) {
         const u32 offset = order.index * sizeof(u64);
@@ -1248,14 +1202,10 @@ DEVICE void load_weights_role(const Params& p, u32 smem) {
         store_shared_u32(smem + SMEM_ORDER + order.index * sizeof(u32), index);
         mbarrier_arrive(smem + SMEM_ORDER_FULL + offset);
         order.advance();
-        if (n == 0 && owns_tile()) {  // the stages are in use until then, whatever becomes of the tile
-            wait_for_phase(p, smem + SMEM_OWN_WEIGHTS, 0, ROLE_LOAD_WEIGHTS, AWAITED_FULL_STAGE, 0);
-        }
-        const bool own = index == OWN_TILE;
-        more = own || schedule.find(index, tile);
+        more = schedule.find(index, tile);
         if (more) {
-            index = fetch_add_relaxed_gpu(next_tile, 1);
-            more = load_weights(p, smem, stage, tile, n, own ? EARLY_STAGES : 0);
+            index = gridDim.x + fetch_add_relaxed_gpu(next_tile, 1);
+            more = load_weights(p, smem, stage, tile, n);
         }
     }
     if (role_stopped(smem)) {
@@ -1314,7 +1264,7 @@ DEVICE void load_tokens_role(const Params& p, u32 smem) {
         const u32 index = load_shared_u32(smem + SMEM_ORDER + order.index * sizeof(u32));
         mbarrier_arrive(smem + SMEM_ORDER_EMPTY + offset);
         order.advance();
-        if (!(index == OWN_TILE ? schedule.find_own(tile) : schedule.find(index, tile))) break;
+        if (!schedule.find(index, tile)) break;
         if (!wait_for_rows(p, tile)) {
             stop_roles(smem);
             break;
@@ -1660,9 +1610,9 @@ DEVICE void l1_epilogue(const Params& p, u32 smem, const MathThread& me, const S
     __syncwarp();
 #pragma unroll
     for (u32 i = 0; i < 2 * halves; ++i) {  // the staged rows already lie as a pipeline stage of L2 wants them
-        constexpr u32 CHUNKS = 4 * halves;  // of 16 bytes per row
+        constexpr u32 ROW_CHUNKS = 4 * halves;  // of 16 bytes per row
         const u32 n = i * 32 + me.lane;
-        const u32 place = staged(0, n / CHUNKS, share.first_half * 4 + n % CHUNKS);
+        const u32 place = staged(0, n / ROW_CHUNKS, share.first_half * 4 + n % ROW_CHUNKS);
         store_global_16(out + warp_row * BLOCK_K + place, load_shared_16(staging + place));
     }
     __syncwarp();
@@ -1811,7 +1761,6 @@ DEVICE void initialize_barriers(u32 smem) {
         mbarrier_init(full_barrier(smem, stage), 2);  // token loader, weight loader
         mbarrier_init(empty_barrier(smem, stage), MATH_WARPS);
     }
-    mbarrier_init(smem + SMEM_OWN_WEIGHTS, 1);
     for (u32 slot = 0; slot < TILE_SLOTS; ++slot) {
         mbarrier_init(smem + SMEM_TILE_FULL + slot * sizeof(u64), 1);
         mbarrier_init(smem + SMEM_TILE_STORED + slot * sizeof(u64), MATH_WARPS);
@@ -1841,8 +1790,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megamoe(const __grid_co
         if (warp == DISPATCH_WARP) {
             dispatch_role(p, smem, lane);
         } else {
-            if (warp == LOAD_WEIGHTS_WARP && lane == 0 && owns_tile()) load_own_weights(p, smem);
-            __syncwarp();
             named_barrier(BARRIER_COUNTS_KNOWN, THREADS);
             if (warp == COMBINE_WARP) {
                 combine_role(p, smem, lane);

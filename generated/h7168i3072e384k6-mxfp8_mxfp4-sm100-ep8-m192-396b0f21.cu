@@ -96,7 +96,6 @@ constexpr u32 L2_STORES = 56;  // that complete a block's outputs
 constexpr u32 EXPERTS_PER_WAVE = 3;
 constexpr u32 PANEL_BLOCKS = 16;  // row blocks of an expert that are worked on together
 constexpr u32 L1_RING_BLOCKS = 202;  // blocks of pulled rows that there is room for
-constexpr u32 PREFETCH_BLOCKS = 16;  // K blocks of own weights fetched to L2
 constexpr u32 STORE_ROWS = 16;  // tokens that an epilogue warpgroup stages at a time
 constexpr u32 TOKEN_GROUPS = 2;  // groups of 8 tokens among them
 constexpr u32 STORE_BUFFERS = 2;  // staging buffers per epilogue warpgroup
@@ -191,7 +190,7 @@ constexpr u32 LAUNCH_NUMBER = 0;  // launches completed on this buffer
 constexpr u32 LAUNCH_FAILURES = 1;  // failures so far; the first is reported
 constexpr u32 LAUNCH_DROPPED = 2;  // expert ids out of range so far
 constexpr u32 LAUNCH_PUBLISHED = 3;  // SMs that have published their routes
-constexpr u32 LAUNCH_NEXT_TILE = 4;  // tiles taken by SMs, but for their own
+constexpr u32 LAUNCH_NEXT_TILE = 4;  // tiles taken by SMs after their first
 constexpr u32 LAUNCH_NEXT_UNIT = 5;  // combine units taken by warps after their first
 constexpr u32 LAUNCH_FINISHED = 6;  // SMs all of whose roles have left
 constexpr u32 CTA_FLAG_STOPPED = 0;  // a wait gave up
@@ -360,12 +359,6 @@ DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrie
 }
 
 // ---------------------------------------------------------------- tensor copies (PTX ISA 9.7.9.27.1)
-
-// A box of a two-dimensional tensor to the L2 cache, from element `column` of row `row` on; a hint.
-DEVICE void tensor_prefetch(const TensorMap* map, u32 column, u32 row) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, { %1, %2}];"
-                 ::"l"(map), "r"(column), "r"(row) : "memory");
-}
 
 // A box of a two-dimensional tensor to shared memory, from element `column` of row `row` on; completes on the
 // mbarrier, in bytes of global memory.
@@ -787,10 +780,9 @@ DEVICE bool wait_for_all_ranks(const Params& p, u32 sequence, u32 lane) {
 // ---------------------------------------------------------------- schedule
 // Waves of EXPERTS_PER_WAVE experts: first the L1 tiles of all of them, then their L2 tiles. A segment is one
 // expert's tiles of one phase, panel by panel of PANEL_BLOCKS row blocks; inside a panel M runs first, so
-// that neighbours share weights. SMs take tiles from a counter, one ahead of the one they load. But the tiles
-// of the first block of the first experts each belong to an SM, which takes its own first: so its weights can
-// travel before the counts are known. Every L2 tile comes after the L1 tiles it needs in this order, and each
-// SM works in this order, so the oldest unfinished tile can always proceed.
+// that neighbours share weights. An SM's first tile is that of its own number; then SMs take tiles from a
+// counter, one ahead of the one they load. Every L2 tile comes after the L1 tiles it needs in this order, and
+// each SM works in this order, so the oldest unfinished tile can always proceed.
 
 struct Tile {
     u32 phase;       // 1 or 2
@@ -811,36 +803,12 @@ DEVICE u32 first_block_of_expert(u32 smem, u32 expert) {
 
 DEVICE u32 blocks_of_rows(u32 rows) { return (rows + BLOCK_M - 1) / BLOCK_M; }
 
-// Experts whose first block's L1 tiles belong to SMs: tile n of expert e to SM e * L1_N_TILES + n.
-DEVICE u32 experts_with_owners() { return min(gridDim.x / CLUSTER / L1_N_TILES, LOCAL_EXPERTS); }
-DEVICE bool owns_tile() { return blockIdx.x / CLUSTER < experts_with_owners() * L1_N_TILES; }
-
 struct Schedule {
     u32 expert_count;  // shared addresses of what the dispatch role has found out
     u32 expert_block;
     u32 first = 0;  // number of the first tile of `segment`
     u32 segment = 0;
-    // Blocks of an expert, 0 or 1, whose L1 tiles belong to SMs. An SM takes its own tile before others that
-    // come earlier in the schedule, so the tile's rows must not wait for a place: it belongs to nobody beyond
-    // the ring.
-    DEVICE u32 owned_blocks(u32 expert, u32 count) const {
-        if (count == 0 || expert >= experts_with_owners()) return 0;
-        return load_shared_u32(expert_block + expert * sizeof(u32)) < L1_RING_BLOCKS ? 1 : 0;
-    }
-    // This SM's own tile; false if it has none, or its expert received nothing.
-    DEVICE bool find_own(Tile& tile) {
-        const u32 expert = blockIdx.x / CLUSTER / L1_N_TILES;
-        const u32 count = owns_tile() ? load_shared_u32(expert_count + expert * sizeof(u32)) : 0;
-        if (owned_blocks(expert, count) == 0) return false;
-        tile.phase = 1;
-        tile.expert = expert;
-        tile.pool_block = load_shared_u32(expert_block + expert * sizeof(u32));
-        tile.n_tile = blockIdx.x / CLUSTER % L1_N_TILES;
-        tile.rows = min(count, BLOCK_M);
-        return true;
-    }
-    // Tile number `index` of those without an owner; numbers must not decrease from call to call. False if
-    // there are fewer.
+    // Tile number `index`, which must not decrease from call to call; false if there are fewer.
     DEVICE bool find(u32 index, Tile& tile) {
         for (; segment < 2 * LOCAL_EXPERTS; ++segment) {
             const u32 wave = segment / (2 * EXPERTS_PER_WAVE);
@@ -848,15 +816,14 @@ struct Schedule {
             const bool second = place >= EXPERTS_PER_WAVE;
             const u32 expert = wave * EXPERTS_PER_WAVE + (second ? place - EXPERTS_PER_WAVE : place);
             const u32 count = load_shared_u32(expert_count + expert * sizeof(u32));
-            const u32 first_m = second ? 0 : owned_blocks(expert, count);
-            const u32 blocks = blocks_of_rows(count) - first_m;
+            const u32 blocks = blocks_of_rows(count);
             const u32 n_tiles = second ? L2_N_TILES : L1_N_TILES;
             const u32 tiles = blocks * n_tiles;
             if (index - first < tiles) {
                 const u32 panel = (index - first) / (PANEL_BLOCKS * n_tiles) * PANEL_BLOCKS;  // its first block
                 const u32 place = index - first - panel * n_tiles;
                 const u32 width = min(blocks - panel, PANEL_BLOCKS);
-                const u32 m = first_m + panel + place % width;
+                const u32 m = panel + place % width;
                 tile.n_tile = place / width;
                 tile.phase = second ? 2 : 1;
                 tile.expert = expert;
@@ -1358,28 +1325,20 @@ DEVICE bool wait_unless_cancelled(u32 smem, u32 barrier, u32 parity, u32 number)
     return true;
 }
 
-// Brings the first weights of this pair's own tile to the L2 cache, before it is known whether its expert
-// receives anything: HBM would idle.
-DEVICE void prefetch_weights(const Params& p, u32 cta) {
-    if (!owns_tile()) return;
-    const u32 row = blockIdx.x / CLUSTER * UMMA_M + cta * BLOCK_N;
-    for (u32 k = 0; k < PREFETCH_BLOCKS; ++k) tensor_prefetch(&p.w13_map, k * BLOCK_K, row);
-}
-
 // What a weight loader knows.
 struct WeightLoader {
     Stage stage;
     OrderSlot order;
     Schedule schedule;  // leader
-    bool has_own;       // leader: the pair's own tile comes next
     u32 next_index;     // leader: number of the tile to take, among those of all pairs
     u32 number = 0;     // of the next tile, among those of this pair
     Tile tile;
 };
 
-// The number of a tile that nobody has taken yet.
+// The number of a tile that nobody has taken yet; each pair takes that of its own number first.
 DEVICE u32 next_index(const Params& p) {
-    return fetch_add_relaxed_gpu(local_words(p, LOCAL_LAUNCH) + LAUNCH_NEXT_TILE, 1);
+    const u32 taken = fetch_add_relaxed_gpu(local_words(p, LOCAL_LAUNCH) + LAUNCH_NEXT_TILE, 1);
+    return gridDim.x / CLUSTER + taken;
 }
 
 // The leader: finds the next tile, and tells its token loader and the follower.
@@ -1387,9 +1346,7 @@ DEVICE bool take_tile(const Params& p, u32 smem, WeightLoader& me) {
     const u32 offset = me.order.index * sizeof(u64);
     const u32 empty = smem + SMEM_ORDER_EMPTY + offset;
     if (!wait_unless_cancelled(smem, empty, me.order.parity ^ 1, me.number)) return false;
-    if (me.has_own) {
-        me.has_own = false;
-    } else if (me.schedule.find(me.next_index, me.tile)) {
+    if (me.schedule.find(me.next_index, me.tile)) {
         me.next_index = next_index(p);
     } else {
         me.tile.phase = 0;
@@ -1435,10 +1392,7 @@ DEVICE bool load_weights(const Params& p, u32 smem, u32 cta, WeightLoader& me) {
 DEVICE void load_weights_role(const Params& p, u32 smem, u32 cta) {
     WeightLoader me;
     me.schedule = {smem + SMEM_EXPERT_COUNT, smem + SMEM_EXPERT_BLOCK};
-    if (cta == LEADER) {
-        me.has_own = me.schedule.find_own(me.tile);
-        me.next_index = next_index(p);
-    }
+    me.next_index = blockIdx.x / CLUSTER;
     while (cta == LEADER ? take_tile(p, smem, me) : receive_tile(smem, me)) {
         if (me.tile.phase == 0) break;
         me.order.advance();
@@ -2132,8 +2086,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         named_barrier(BARRIER_ROLES_DONE, THREADS);
     } else if (warp < FIRST_EPILOGUE_WARP) {
         shrink_registers<LOAD_REGISTERS>();
-        if (warp == LOAD_WEIGHTS_WARP && lane == 0) prefetch_weights(p, cta);
-        __syncwarp();
         named_barrier(BARRIER_COUNTS_KNOWN, THREADS);
         load_group(p, smem, tmem, cta, warp, lane);
         __syncwarp();

@@ -129,8 +129,6 @@ def _sm90_context(plan: KernelPlan) -> dict[str, Any]:
         "wait_scope": "",
         "l1_stores_of_block": "L1_N_TILES",
         "l2_stores_of_block": "L2_N_TILES",
-        "tile_worker": "blockIdx.x",
-        "tile_workers": "gridDim.x",
         "arrive_tile_empty": "mbarrier_arrive",
     }
 
@@ -269,7 +267,6 @@ def _problem_constants(plan: KernelPlan) -> tuple[Constant, ...]:
 
 
 def _sm90_tiles(plan: Sm90Plan) -> tuple[Constant, ...]:
-    early_stages = min(plan.stages, plan.contract.shape.hidden // BLOCK_K)
     half_rows = 128 if plan.operand_order == "tokens_on_m" else 64  # weight rows of half a warpgroup's part
     return (
         Constant("BLOCK_M", plan.block_m, "token rows of a tile"),
@@ -295,8 +292,6 @@ def _sm90_tiles(plan: Sm90Plan) -> tuple[Constant, ...]:
         Constant("EXPERTS_PER_WAVE", plan.experts_per_wave),
         Constant("PANEL_BLOCKS", PANEL_BLOCKS, "row blocks of an expert that are worked on together"),
         Constant("L1_RING_BLOCKS", plan.l1_ring_blocks, "blocks of pulled rows that there is room for"),
-        Constant("OWN_TILE", "~0u", "in place of a tile number"),
-        Constant("EARLY_STAGES", early_stages, "stages whose weights travel before the counts are known"),
     )
 
 
@@ -328,7 +323,6 @@ def _sm90_threads(plan: Sm90Plan) -> tuple[Constant, ...]:
         Constant("THREADS", plan.threads),
         Constant("FULL_WARP", "~0u"),
         Constant("LOAD_TOKENS_WARP", roles["load_tokens"].first_warp),
-        Constant("LOAD_WEIGHTS_WARP", roles["load_weights"].first_warp),
         Constant("DISPATCH_WARP", roles["dispatch"].first_warp),
         Constant("COMBINE_WARP", roles["combine"].first_warp),
         Constant("FIRST_MATH_WARP", roles["math"].first_warp),
@@ -351,7 +345,7 @@ def _code_constants() -> tuple[Constant, ...]:
         Constant("LAUNCH_FAILURES", 1, "failures so far; the first is reported"),
         Constant("LAUNCH_DROPPED", 2, "expert ids out of range so far"),
         Constant("LAUNCH_PUBLISHED", 3, "SMs that have published their routes"),
-        Constant("LAUNCH_NEXT_TILE", 4, "tiles taken by SMs, but for their own"),
+        Constant("LAUNCH_NEXT_TILE", 4, "tiles taken by SMs after their first"),
         Constant("LAUNCH_NEXT_UNIT", 5, "combine units taken by warps after their first"),
         Constant("LAUNCH_FINISHED", 6, "SMs all of whose roles have left"),
         Constant("CTA_FLAG_STOPPED", 0, "a wait gave up"),

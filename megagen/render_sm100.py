@@ -64,8 +64,6 @@ def sm100_context(plan: Sm100Plan) -> dict[str, Any]:
         "wait_scope": ".acquire.cluster",
         "l1_stores_of_block": "L1_STORES",
         "l2_stores_of_block": "L2_STORES",
-        "tile_worker": "blockIdx.x / CLUSTER",
-        "tile_workers": "gridDim.x / CLUSTER",
         "arrive_tile_empty": "arrive_at_leader",
     }
 
@@ -121,7 +119,6 @@ def sm100_tiles(plan: Sm100Plan) -> tuple[Constant, ...]:
         Constant("EXPERTS_PER_WAVE", plan.experts_per_wave),
         Constant("PANEL_BLOCKS", PANEL_BLOCKS, "row blocks of an expert that are worked on together"),
         Constant("L1_RING_BLOCKS", plan.l1_ring_blocks, "blocks of pulled rows that there is room for"),
-        Constant("PREFETCH_BLOCKS", plan.prefetch_blocks, "K blocks of own weights fetched to L2"),
         Constant("STORE_ROWS", plan.store_rows, "tokens that an epilogue warpgroup stages at a time"),
         Constant("TOKEN_GROUPS", plan.store_rows // 8, "groups of 8 tokens among them"),
         Constant("STORE_BUFFERS", STORE_BUFFERS, "staging buffers per epilogue warpgroup"),

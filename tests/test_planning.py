@@ -19,7 +19,7 @@ from megagen.errors import PlanError, ShapeError
 from megagen.planning import KernelPlan, make_plan, plan_set, sm100, workload
 from megagen.planning.cost import predict
 from megagen.planning.planner import FORMAT_OF_ARCH
-from megagen.planning.rules import IMBALANCE, choose_experts_per_wave
+from megagen.planning.rules import FIRST_ROW_WARPS, IMBALANCE, PANEL_BLOCKS, choose_experts_per_wave
 from megagen.shape import PRESETS, MoEShape
 
 quick = settings(max_examples=60, deadline=None)
@@ -98,9 +98,9 @@ def blocks_of(counts: list[int], block_m: int) -> int:
 def room(plan: KernelPlan) -> int:
     """Pool blocks that every region of the local workspace has room for; pulled rows may lie in a ring."""
     local = plan.local
+    assert local["l1_tiles"].shape[0] == plan.l1_ring_blocks
     return min(
         plan.max_blocks,
-        *(() if plan.is_ring else (local["l1_tiles"].shape[0],)),
         local["l2_tiles"].shape[0],
         *(local[name].shape[0] for name in ("l1_arrival", "l2_arrival")),
         *(local[name].shape[0] // plan.block_m for name in ("row_source", "row_weight")),
@@ -128,6 +128,38 @@ def test_worst_row_counts_fit_the_pool(plan, random_source):
     for counts in cases:
         assert sum(counts) <= contract.max_received
         assert blocks_of(counts, plan.block_m) <= room(plan), counts
+
+
+@given(plans(max_tokens=8192), st.integers(1, 132))
+@quick
+def test_a_ring_never_makes_a_block_wait_for_itself(plan, sms):
+    """The block a ring before any block of a panel lies in an earlier panel; first rows need no wait at all."""
+    contract, block_m = plan.contract, plan.block_m
+    if not plan.is_ring:
+        return
+    assert plan.l1_ring_blocks >= PANEL_BLOCKS
+    plan.require_ring_for(sms)
+    first_rows = FIRST_ROW_WARPS * sms
+    spread = [min(1, first_rows)] * min(first_rows, contract.local_experts - 1)  # a block for every expert
+    assert blocks_of([*spread, first_rows - len(spread)], block_m) <= plan.l1_ring_blocks
+
+
+def test_a_ring_that_is_too_small_is_refused():
+    plan = make_plan(Contract(MoEShape.preset("flash8", 2), 2, 8192), "sm90", 8192)
+    assert plan.is_ring
+    with pytest.raises(PlanError, match="l1_ring_blocks=15 is not within"):
+        replace(plan, l1_ring_blocks=15).validate()
+    small = replace(plan, l1_ring_blocks=plan.contract.local_experts + 1)
+    small.validate()
+    with pytest.raises(PlanError, match="132 SMs need at least"):
+        small.require_ring_for(132)
+
+
+@pytest.mark.parametrize("preset, theirs", [("flash8", 1487), ("pro8", 2543)])
+def test_memory_at_capacity_is_at_most_60_percent_of_the_peer(preset, theirs):
+    """MiB of sgl-deep-gemm 0.1.4.post1's buffer at 8,192 tokens and EP-2, see docs/performance.md."""
+    plan = make_plan(Contract(MoEShape.preset(preset, 2), 2, 8192), "sm90", 8192)
+    assert (plan.contract.symm.size + plan.local.size) / 2**20 <= 0.6 * theirs
 
 
 @given(

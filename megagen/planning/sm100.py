@@ -49,7 +49,6 @@ UMMA_K = 32  # K of one instruction, and of one scale factor
 LADDER = (16, 32, 64, 96, 128, 192)  # BLOCK_M, which is UMMA_N
 LADDER_MULTIPLE = 384  # least common multiple of the ladder: pool rows are whole blocks of every plan
 MIN_STAGES, MAX_STAGES = 2, 12
-PREFETCH_BLOCKS = 16  # 148 SMs fill a sixth of an L2 cache of 126 MB with as many
 MAX_PULL_BYTES = 4096  # a dispatch warp's row buffer
 
 SF_BYTES = 4  # four UE8M0 scale factors, those of 128 of K
@@ -219,11 +218,6 @@ class Sm100Plan(KernelPlan):
     def sf_descriptor(self) -> int:
         """Matrix descriptor of an atom of scale factors for ``tcgen05.cp``, without the address."""
         return matrix_descriptor(stride_bytes=8 * 16, swizzle=0)
-
-    @property
-    def prefetch_blocks(self) -> int:
-        """K blocks of weights that a CTA fetches to the L2 cache before its first tile starts."""
-        return min(PREFETCH_BLOCKS, self.contract.shape.hidden // BLOCK_K)
 
     # -- epilogue
 

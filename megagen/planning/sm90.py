@@ -127,7 +127,6 @@ def cta_smem(
         ("tile_tasks", "u32", (TILE_SLOTS, 4), 16),
         ("full", "u64", (stages,), 8),
         ("empty", "u64", (stages,), 8),
-        ("own_weights", "u64", (1,), 8),
         ("tile_full", "u64", (TILE_SLOTS,), 8),
         ("tile_empty", "u64", (TILE_SLOTS,), 8),
         ("tile_stored", "u64", (TILE_SLOTS,), 8),

@@ -98,3 +98,12 @@ def test_a_rank_that_does_not_fit_is_refused_by_name() -> None:
     plan = make_plan(Contract(MICRO, 2, 16), tokens=16, sms=2)
     with pytest.raises(Exception, match="kernels has 1 entries, ranks=2"):
         check(Case((plan,), (2, 2), (16, 7)))
+
+
+def test_rows_wait_for_their_place_in_a_ring() -> None:
+    contract = Contract(MoEShape(hidden=128, intermediate=128, experts=24, top_k=24), ranks=1, max_tokens=40)
+    plan = make_plan(contract, "sm90", contract.max_tokens, sms=2, block_m=16)
+    ring = replace(plan, l1_ring_blocks=contract.local_experts + 1)
+    ring.validate()
+    assert 2 * ring.l1_ring_blocks < contract.local_experts * 3, "every expert receives three blocks"
+    require_right(Case((ring,), sms=(2,), tokens=(40,), routing="uniform", seed=3, launches=2))
