@@ -714,7 +714,7 @@ struct Schedule {
             const u32 n_tiles = second ? L2_N_TILES : L1_N_TILES;
             const u32 tiles = blocks * n_tiles;
             if (index - first < tiles) {
-                const u32 panel = (index - first) / (PANEL_BLOCKS * n_tiles) * PANEL_BLOCKS;  // its first block
+                const u32 panel = (index - first) / (PANEL_BLOCKS * n_tiles) * PANEL_BLOCKS;  // first block
                 const u32 place = index - first - panel * n_tiles;
                 const u32 width = min(blocks - panel, PANEL_BLOCKS);
                 const u32 m = panel + place % width;
