@@ -1577,7 +1577,8 @@ DEVICE void l1_epilogue(const Params& p, u32 smem, const MathThread& me, const S
     const u32 staging = smem + SMEM_STAGING + me.warp * WARP_STAGING_BYTES;
     const u64 out = l2_tile(p, tile);
     const u64 pool_row = static_cast<u64>(tile.pool_block) * BLOCK_M + warp_row;
-    const float* routing = reinterpret_cast<const float*>(p.local + LOCAL_ROW_WEIGHT) + pool_row + me.lane / 4;
+    const float* routing = reinterpret_cast<const float*>(p.local + LOCAL_ROW_WEIGHT) +
+                           pool_row + me.lane / 4;
 #pragma unroll
     for (u32 below = 0; below < 2; ++below) {  // token row lane / 4, then the one 8 below
         const float weight = routing[8 * below];
