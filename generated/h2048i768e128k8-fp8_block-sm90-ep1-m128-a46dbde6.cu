@@ -1280,11 +1280,10 @@ DEVICE void load_tokens_role(const Params& p, u32 smem) {
 
 // ---------------------------------------------------------------- combine
 // The combine role, one warp. Waits for: finished tiles. Signals: after an L1 tile, the token loaders of all
-// SMs
-// (L2 arrival counter of a block); after the last L2 tile of a block, the ranks its rows came from (pending
-// count of a token). So the math warps need not wait for their own stores to land: this warp does the fences.
-// When the math warps run out of tiles, they wait for tokens whose expert outputs are all home, and produce
-// y. A unit is COMBINE_COLUMNS columns of one token, for one warp.
+// SMs (L2 arrival counter of a block); after the last L2 tile of a block, the ranks its rows came from
+// (pending count of a token). So the math warps need not wait for their stores to land: it does the
+// fences. When the math warps run out of tiles, they wait for tokens whose expert outputs are all
+// home, and produce y. A unit is COMBINE_COLUMNS columns of one token, for one warp.
 
 // Bit k is set if k names an expert that no earlier k of the token names: those rows of the combine buffer
 // were written.
@@ -1577,7 +1576,8 @@ DEVICE void l1_epilogue(const Params& p, u32 smem, const MathThread& me, const S
     const u32 staging = smem + SMEM_STAGING + me.warp * WARP_STAGING_BYTES;
     const u64 out = l2_tile(p, tile);
     const u64 pool_row = static_cast<u64>(tile.pool_block) * BLOCK_M + warp_row;
-    const auto* routing = reinterpret_cast<const float*>(p.local + LOCAL_ROW_WEIGHT) + pool_row + me.lane / 4;
+    const float* routing =
+        reinterpret_cast<const float*>(p.local + LOCAL_ROW_WEIGHT) + pool_row + me.lane / 4;
 #pragma unroll
     for (u32 below = 0; below < 2; ++below) {  // token row lane / 4, then the one 8 below
         const float weight = routing[8 * below];
@@ -1609,7 +1609,7 @@ DEVICE void l1_epilogue(const Params& p, u32 smem, const MathThread& me, const S
     }
     __syncwarp();
 #pragma unroll
-    for (u32 i = 0; i < 2 * halves; ++i) {  // the staged rows lie as a pipeline stage of L2 wants them
+    for (u32 i = 0; i < 2 * halves; ++i) {  // staged rows lie as a pipeline stage of L2 wants them
         constexpr u32 ROW_CHUNKS = 4 * halves;  // of 16 bytes per row
         const u32 n = i * 32 + me.lane;
         const u32 place = staged(0, n / ROW_CHUNKS, share.first_half * 4 + n % ROW_CHUNKS);

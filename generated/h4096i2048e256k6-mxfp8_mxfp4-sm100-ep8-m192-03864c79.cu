@@ -1335,10 +1335,9 @@ struct WeightLoader {
     Tile tile;
 };
 
-// The number of a tile that nobody has taken yet; each pair takes that of its own number first.
+// The number of a tile that nobody has taken yet; a pair's first has its own number.
 DEVICE u32 next_index(const Params& p) {
-    const u32 taken = fetch_add_relaxed_gpu(local_words(p, LOCAL_LAUNCH) + LAUNCH_NEXT_TILE, 1);
-    return gridDim.x / CLUSTER + taken;
+    return gridDim.x / CLUSTER + fetch_add_relaxed_gpu(local_words(p, LOCAL_LAUNCH) + LAUNCH_NEXT_TILE, 1);
 }
 
 // The leader: finds the next tile, and tells its token loader and the follower.
@@ -1494,11 +1493,10 @@ DEVICE void load_tokens_role(const Params& p, u32 smem, u32 cta) {
 
 // ---------------------------------------------------------------- combine
 // The combine role, one warp. Waits for: finished tiles. Signals: after an L1 tile, the token loaders of all
-// SMs
-// (L2 arrival counter of a block); after the last L2 tile of a block, the ranks its rows came from (pending
-// count of a token). So the epilogue warps need not wait for their own stores to land: this warp does the
-// fences. When the epilogue warps run out of tiles, they wait for tokens whose expert outputs are all home,
-// and produce y. A unit is COMBINE_COLUMNS columns of one token, for one warp.
+// SMs (L2 arrival counter of a block); after the last L2 tile of a block, the ranks its rows came from
+// (pending count of a token). So the epilogue warps need not wait for their stores to land: it does the
+// fences. When the epilogue warps run out of tiles, they wait for tokens whose expert outputs are all
+// home, and produce y. A unit is COMBINE_COLUMNS columns of one token, for one warp.
 
 // Bit k is set if k names an expert that no earlier k of the token names: those rows of the combine buffer
 // were written.

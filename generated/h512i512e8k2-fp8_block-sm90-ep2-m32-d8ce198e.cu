@@ -1277,11 +1277,10 @@ DEVICE void load_tokens_role(const Params& p, u32 smem) {
 
 // ---------------------------------------------------------------- combine
 // The combine role, one warp. Waits for: finished tiles. Signals: after an L1 tile, the token loaders of all
-// SMs
-// (L2 arrival counter of a block); after the last L2 tile of a block, the ranks its rows came from (pending
-// count of a token). So the math warps need not wait for their own stores to land: this warp does the fences.
-// When the math warps run out of tiles, they wait for tokens whose expert outputs are all home, and produce
-// y. A unit is COMBINE_COLUMNS columns of one token, for one warp.
+// SMs (L2 arrival counter of a block); after the last L2 tile of a block, the ranks its rows came from
+// (pending count of a token). So the math warps need not wait for their stores to land: it does the
+// fences. When the math warps run out of tiles, they wait for tokens whose expert outputs are all
+// home, and produce y. A unit is COMBINE_COLUMNS columns of one token, for one warp.
 
 // Bit k is set if k names an expert that no earlier k of the token names: those rows of the combine buffer
 // were written.

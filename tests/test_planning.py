@@ -133,7 +133,7 @@ def test_worst_row_counts_fit_the_pool(plan, random_source):
 @given(plans(max_tokens=8192), st.integers(1, 132))
 @quick
 def test_a_ring_never_makes_a_block_wait_for_itself(plan, sms):
-    """The block a ring before one of a panel lies in an earlier panel; first rows need no wait at all."""
+    """The block a ring before any of a panel lies in an earlier panel, and first rows need no wait."""
     contract, block_m = plan.contract, plan.block_m
     if not plan.is_ring:
         return

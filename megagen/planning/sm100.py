@@ -496,7 +496,7 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
     stages, stage_reason = choose_stages(arch, contract, block_m, pull_bytes)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens, sms_each=CLUSTER)
     columns, columns_reason = choose_combine_columns(contract, sms * (EPILOGUE_WARPS + 1), tokens)
-    ring, ring_reason = choose_ring_blocks(contract, block_m, sms, pool_rows(contract) // block_m)
+    ring, ring_reason = choose_ring_blocks(contract, block_m, arch.sms, pool_rows(contract) // block_m)
     roles, role_reason = choose_roles(contract)
     plan = Sm100Plan(
         contract=contract,
