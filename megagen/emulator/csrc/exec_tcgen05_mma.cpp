@@ -117,6 +117,7 @@ struct Scales {
       }
     }
   }
+  bool same(const Scales& other) const { return values == other.values && undefined == other.undefined; }
   double of(int row, int k, int depth) const {
     return values[static_cast<size_t>(row * per_row + k * per_row / depth)];
   }
@@ -169,6 +170,7 @@ void execute_on(TensorOp& op, size_t index, const Multiplication& m, Rows& b) {
   if (!m.a_in_tensor_memory) gather(op, cta, m, true, 0, rows, a);
   std::vector<uint8_t> b_undefined(static_cast<size_t>(shape.n));
   std::unique_ptr<tg::Panel> panel;
+  std::unique_ptr<Scales> in_panel;  // the factors that the panel's values contain
   const double sign = shape.negate_a ? -1 : 1;
   for (uint32_t quarter = 0; quarter < 4; ++quarter) {
     std::unique_ptr<Scales> a_scales, b_scales;
@@ -176,8 +178,10 @@ void execute_on(TensorOp& op, size_t index, const Multiplication& m, Rows& b) {
       a_scales = std::make_unique<Scales>(op, cta, shape, m.a_scales, shape.a_scale_id, quarter, rows);
       b_scales = std::make_unique<Scales>(op, cta, shape, m.b_scales, shape.b_scale_id, quarter, shape.n);
     }
-    if (!panel || shape.scales)
+    if (!panel || (b_scales && !b_scales->same(*in_panel))) {
       panel = std::make_unique<tg::Panel>(panel_of(shape, b, b_scales.get(), b_undefined));
+      in_panel = std::move(b_scales);
+    }
     for (uint32_t l = 0; l < kTensorQuarter; ++l) {
       const uint32_t lane = quarter * kTensorQuarter + l;
       if (!m.path.uses(lane)) continue;
