@@ -244,8 +244,8 @@ void check_swizzle(const tg::Instruction& s, const tg::Descriptor& d, bool trans
          "transposed tf32 operands need 128-byte swizzling with 32-byte atoms, others can't have it");
 }
 
-/// Of scale factors. Public kernels keep the ID, which belongs into the instruction descriptor, in the upper
-/// two bits too.
+/// Of scale factors. The upper two bits, which no lane number has, don't count: pointers to parts of a word
+/// may have the ID there, which belongs into the instruction descriptor.
 TensorAddress scale_address_of(const Exec& x, const Ref& r, int lane, const char* role) {
   x.require_defined(r, role);
   return TensorAddress(static_cast<uint32_t>(x.value(r, lane)) & 0x3FFFFFFF);
