@@ -386,9 +386,25 @@ def test_one_thread_issues():
         allocate('ASM("tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%0];" :: "l"(base));')
 
 
-def test_sparse_multiplication_is_refused():
-    text = ptx_kernel("tcgen05.mma.sp.cta_group::1.kind::f16 [%r0], %rd0, %rd1, [%r1], %r2, %p0;").replace(
-        "sm_90a", "sm_100a"
-    )
-    with pytest.raises(UnsupportedInstruction, match="TensorCore 5th Generation"):
+@pytest.mark.parametrize(
+    ("instruction", "match"),
+    [
+        ("tcgen05.ld.sync.aligned.16x256b.x64.b32 {%r0}, [%r1];", "no such repetition"),
+        ("tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r0}, [%r1];", "1 registers where 2 were expected"),
+        ("tcgen05.ld.red.sync.aligned.32x32b.x1.max.u32 {%r0}, %r2, [%r1];", "needs .x2 or more"),
+        ("tcgen05.cp.cta_group::1.128x128b.b8x16 [%r0], %rd0;", "a destination and a source format"),
+        ("tcgen05.cp.cta_group::1.64x128b [%r0], %rd0;", "this form isn't implemented"),
+        ("tcgen05.mma.cta_group::1.kind::mxf4.block_scale.scale_vec::4X [%r0], %rd0, %rd1, %r1, [%r2], [%r3], %p0;", "isn't implemented"),
+        ("tcgen05.mma.cta_group::1.kind::f16 [%r0], %rd0, %rd1, %r1, {%r2, %r3}, %p0;", "four registers per CTA"),
+        ("tcgen05.mma.cta_group::1.kind::i8 [%r0], %rd0, %rd1, %r1, %p0, 2;", "scale-input-d must be"),
+        ("tcgen05.mma.cta_group::1.kind::f16.ashift [%r0], [%r2], %rd1, %r1, %p0;", "isn't implemented"),
+        ("tcgen05.mma.sp.cta_group::1.kind::f16 [%r0], %rd0, %rd1, [%r1], %r2, %p0;", "isn't implemented"),
+    ],
+)  # fmt: skip
+def test_instructions_that_are_refused(instruction, match):
+    """With their text and section of the ISA."""
+    text = ptx_kernel(instruction).replace("sm_90a", "sm_100a")
+    with pytest.raises(
+        UnsupportedInstruction, match=rf"tcgen05\.[\s\S]*{match}[\s\S]*see PTX ISA, TensorCore 5th Generation"
+    ):
         Machine("sm100").load(text)

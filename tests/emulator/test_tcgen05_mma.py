@@ -76,7 +76,7 @@ def test_mxf8f6f4(fmt_a, fmt_b, a_id, b_id):
     body = copy_scales(1, "tm + 64", at_sa) + copy_scales(1, "tm + 68", at_sb)
     body += scaled(
         "cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X", f"desc(s + {at_a}, 128, 256, 0)", f"desc(s + {at_b}, 128, 256, 0)",
-        scaled_idesc(n, m, NARROW[fmt_a], NARROW[fmt_b], a_id, b_id), "tm + 64", "tm + 68",
+        scaled_idesc(n, m, NARROW[fmt_a], NARROW[fmt_b], a_id, b_id), f"tm + 64 | {a_id}u << 30", f"tm + 68 | {b_id}u << 30",
     )  # fmt: skip
     out = run(body, image, columns=128)
     expected = rounded_sum(

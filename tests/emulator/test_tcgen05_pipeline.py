@@ -278,6 +278,13 @@ def test_packed_fp4_swizzled():
         assert np.array_equal(units[row, unit ^ row], tensor[row, 8 * unit : 8 * unit + 8])
 
 
+def test_packed_fp4_cannot_be_stored():
+    store = 'ASM("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" :: "l"(&map), "r"(x), "r"(y), "r"(shared(memory)));'
+    tensor_map = {"element": "u4x16_align16", "dims": (256, 6), "strides": (128,), "box": (128, 8)}
+    with pytest.raises(MemoryFault, match="16U4_ALIGN16B tensors can be loaded only"):
+        copies(np.zeros((6, 128), np.uint8), tensor_map, (0, 0), store, "false", 0, 1024)
+
+
 def test_packed_fp6_and_dense_fp4():
     tensor = np.random.default_rng(0).integers(0, 256, (4, 96), np.uint8)
     tensor_map = {"element": "u6x16_align16", "dims": (128, 4), "strides": (96,), "box": (128, 4)}

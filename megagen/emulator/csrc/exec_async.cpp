@@ -369,6 +369,8 @@ void tensor(Exec& x, const Instr& i) {
     for (uint32_t k = 0; k < i.extra_count; ++k)
       coordinates[k] = static_cast<int32_t>(x.value(x.program.extra[i.extra + k], l));
     const bool load = i.vector == TensorLoad;
+    if (!load && map.type == TensorType::U4x16Align16)
+      fail(ErrorKind::MemoryFault, "tensor copy: 16U4_ALIGN16B tensors can be loaded only");
     auto c = new_copy(x, i, l);
     const uint64_t shared_address = address_at(x, i.op[0], i.imm, l);
     const Place shared = x.resolve(load ? i.space : Space::Shared, shared_address, shared_bytes(map), l, 16);

@@ -117,6 +117,7 @@ struct Scales {
       }
     }
   }
+  bool same(const Scales& other) const { return values == other.values && undefined == other.undefined; }
   double of(int row, int k, int depth) const {
     return values[static_cast<size_t>(row * per_row + k * per_row / depth)];
   }
@@ -169,6 +170,7 @@ void execute_on(TensorOp& op, size_t index, const Multiplication& m, Rows& b) {
   if (!m.a_in_tensor_memory) gather(op, cta, m, true, 0, rows, a);
   std::vector<uint8_t> b_undefined(static_cast<size_t>(shape.n));
   std::unique_ptr<tg::Panel> panel;
+  std::unique_ptr<Scales> in_panel;  // the factors that the panel's values contain
   const double sign = shape.negate_a ? -1 : 1;
   for (uint32_t quarter = 0; quarter < 4; ++quarter) {
     std::unique_ptr<Scales> a_scales, b_scales;
@@ -176,8 +178,10 @@ void execute_on(TensorOp& op, size_t index, const Multiplication& m, Rows& b) {
       a_scales = std::make_unique<Scales>(op, cta, shape, m.a_scales, shape.a_scale_id, quarter, rows);
       b_scales = std::make_unique<Scales>(op, cta, shape, m.b_scales, shape.b_scale_id, quarter, shape.n);
     }
-    if (!panel || shape.scales)
+    if (!panel || (b_scales && !b_scales->same(*in_panel))) {
       panel = std::make_unique<tg::Panel>(panel_of(shape, b, b_scales.get(), b_undefined));
+      in_panel = std::move(b_scales);
+    }
     for (uint32_t l = 0; l < kTensorQuarter; ++l) {
       const uint32_t lane = quarter * kTensorQuarter + l;
       if (!m.path.uses(lane)) continue;
@@ -205,8 +209,8 @@ void execute(TensorOp& op, const Multiplication& m) {
 }
 
 // --- Issue. op[0] D, op[1] A, op[2] descriptor of B, op[3] instruction descriptor, op[4] enable-input-d,
-// imm: scale-input-d; extra: scale addresses, or lanes not to write; choice .cta_group, type2/vector: kind
-// and scales ---
+// imm: scale-input-d; extra: scale addresses, or lanes not to write; choice .cta_group, vector: kind and
+// scales ---
 
 enum : uint16_t { kTensorA = 1, kStationary = 2, kMask = 4 };
 
@@ -240,9 +244,14 @@ void check_swizzle(const tg::Instruction& s, const tg::Descriptor& d, bool trans
          "transposed tf32 operands need 128-byte swizzling with 32-byte atoms, others can't have it");
 }
 
-void mma(Exec& x, const Instr& i) {
-  const int lane = single_lane(x);
-  auto ctas = cta_group(x, i.choice);
+/// Of scale factors. The upper two bits, which no lane number has, don't count: pointers to parts of a word
+/// may have the ID there, which belongs into the instruction descriptor.
+TensorAddress scale_address_of(const Exec& x, const Ref& r, int lane, const char* role) {
+  x.require_defined(r, role);
+  return TensorAddress(static_cast<uint32_t>(x.value(r, lane)) & 0x3FFFFFFF);
+}
+
+Multiplication multiplication_of(const Exec& x, const Instr& i, int lane) {
   Multiplication m;
   m.shape.kind = static_cast<tg::Kind>(i.vector & 15);
   m.shape.scales = i.vector >> 4;
@@ -268,8 +277,8 @@ void mma(Exec& x, const Instr& i) {
   m.scale_d = static_cast<int>(i.imm);
   const Ref* extra = &x.program.extra[i.extra];
   if (m.shape.scales) {
-    m.a_scales = address_of(x, extra[0], lane, "address of the scale factors of A");
-    m.b_scales = address_of(x, extra[1], lane, "address of the scale factors of B");
+    m.a_scales = scale_address_of(x, extra[0], lane, "address of the scale factors of A");
+    m.b_scales = scale_address_of(x, extra[1], lane, "address of the scale factors of B");
   }
   for (uint32_t k = 0; (i.flags & kMask) && k < i.extra_count; ++k) {
     x.require_defined(extra[k], "mask of disabled lanes");
@@ -277,11 +286,21 @@ void mma(Exec& x, const Instr& i) {
   }
   m.path = tg::data_path(static_cast<uint32_t>(m.shape.m), m.shape.group, m.shape.stationary);
   check_lanes(m);
-  // Same accumulator, shape and kind: pipelined.
-  const uint64_t key = static_cast<uint64_t>(m.d.lane << 16 | m.d.column) << 32 |
-                       static_cast<uint64_t>(m.shape.m) << 20 | static_cast<uint64_t>(m.shape.n) << 8 |
-                       static_cast<uint64_t>(i.vector & 15) << 1 | m.shape.stationary;
-  auto op = new_tensor_op(x, i, lane, TensorKind::Mma, std::move(ctas), key);
+  return m;
+}
+
+/// Equal for multiplications that are pipelined: of one accumulator, shape and kind.
+uint64_t key_of(const Multiplication& m) {
+  return static_cast<uint64_t>(m.d.lane << 16 | m.d.column) << 32 | static_cast<uint64_t>(m.shape.m) << 20 |
+         static_cast<uint64_t>(m.shape.n) << 8 | static_cast<uint64_t>(m.shape.kind) << 1 |
+         m.shape.stationary;
+}
+
+void mma(Exec& x, const Instr& i) {
+  const int lane = single_lane(x);
+  auto ctas = cta_group(x, i.choice);
+  Multiplication m = multiplication_of(x, i, lane);
+  auto op = new_tensor_op(x, i, lane, TensorKind::Mma, std::move(ctas), key_of(m));
   op->run = [m = std::move(m)](TensorOp& o) { execute(o, m); };
   x.tick();
   x.note_change();

@@ -64,7 +64,6 @@ void add_pipelined(const Machine& m, const TensorOp& op, const VectorClock& issu
 void start(const std::shared_ptr<TensorOp>& op);
 
 void finish(TensorOp& op) {
-  op.executed = true;
   Machine& m = *op.m;
   for (Cta* c : op.ctas) --c->async_in_flight;
   auto& live = op.warp->cta->cluster->tensor_ops;

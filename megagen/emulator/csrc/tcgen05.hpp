@@ -34,7 +34,6 @@ struct TensorOp {
   Clock order;    // .before: operations that come before, for tensor memory
   int waits = 0;  // pipelined predecessors that haven't executed
   std::vector<std::shared_ptr<TensorOp>> next;
-  bool executed = false;
   std::function<void(TensorOp&)> run;
 };
 
@@ -51,10 +50,11 @@ std::shared_ptr<TensorOp> new_tensor_op(Exec& x, const Instr& i, int lane, Tenso
 /// Lets it execute once its pipelined predecessors have.
 void issue_tensor_op(std::shared_ptr<TensorOp> op);
 
-/// Bytes of a lane's columns, after the access was checked. `order`: of another thread than op.lane.
 struct TensorPlace {
   uint8_t *data, *undefined;
 };
+/// Bytes of a lane's columns, after the access was checked. `order`, `thread`: what another thread than
+/// op.lane knows, instead of op.order and op.clock.
 TensorPlace tensor_access(TensorOp& op, Cta& cta, uint32_t lane, uint32_t column, uint32_t columns,
                           bool write, const Clock* order = nullptr, const Clock* thread = nullptr);
 

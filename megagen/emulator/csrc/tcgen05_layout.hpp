@@ -2,8 +2,8 @@
 // descriptor, packed 4- and 6-bit elements, and which lanes and columns hold D.
 //
 // Source: PTX ISA, "TensorCore 5th Generation Family Instructions": Matrix and Data Movement Shape, Strides,
-// Matrix Descriptors, Data Path Layout Organization, Packing formats. Where the ISA has figures only, their
-// contents are those that public sources measured on a B200.
+// Matrix Descriptors, Data Path Layout Organization, Packing formats. Where the ISA has figures only, this
+// follows public documentation and kernels.
 #pragma once
 
 #include <cstdint>

@@ -295,7 +295,7 @@ inline double accumulator_value(uint32_t word, Accumulator type, int scale) {
   if (type == Accumulator::S32) return static_cast<int32_t>(word);
   const float value =
       type == Accumulator::F16 ? numerics::from_f16(static_cast<uint16_t>(word)) : numerics::float_of(word);
-  return std::ldexp(static_cast<double>(value), -scale);
+  return scale ? std::ldexp(static_cast<double>(value), -scale) : value;
 }
 
 inline uint32_t accumulator_word(double value, Accumulator type, bool saturate) {
