@@ -317,7 +317,7 @@ void copy_arrive(Exec& x, const Instr& i) {
         const Agent a = x.m.agent(x.cta(), AgentKind::CopyGroup, static_cast<uint64_t>(x.w.index));
         for (const auto& group : g->groups) known.before.learn(a, 1u << l, group.last_write);
       }
-      mbarrier_arrive(x.m, b, 1, &known);
+      mbarrier_arrive(x.m, b, known);
     } else {
       const Agent a = x.m.agent(x.cta(), AgentKind::CopyGroup, static_cast<uint64_t>(x.w.index));
       g->arrivals.push_back({g->outstanding, x.m.agent_count(a), p.region, static_cast<uint32_t>(p.offset)});

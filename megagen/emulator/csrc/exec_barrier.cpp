@@ -196,12 +196,13 @@ void decode_cluster(Decoder& d, Instr& i) {
   i.fn = d.has(".arrive") ? cluster_arrive : cluster_wait;
 }
 
-void fence(Exec& x, const Instr& i) { x.fence(i.scope); }
+void fence(Exec& x, const Instr& i) { x.fence(i.scope, i.order); }
 void decode_fence(Decoder& d, Instr& i) {
   i.scope = d.has(".cta")                   ? Scope::Cta
             : d.has(".cluster")             ? Scope::Cluster
             : d.has(".gpu") || d.has(".gl") ? Scope::Gpu
                                             : Scope::Sys;
+  i.order = order_from(d, Order::AcqRel);
   i.fn = fence;
 }
 
@@ -209,7 +210,7 @@ void fence_mbarrier_init(Exec& x, const Instr&) {
   for (const auto& [offset, b] : x.cta().shared->mbarriers) {
     if (agent_of(b->init) == x.w.agent && (x.mask >> lane_of(b->init) & 1)) b->init_fenced = true;
   }
-  x.fence(Scope::Cluster);
+  x.fence(Scope::Cluster, Order::Release);
 }
 void decode_fence_mbarrier_init(Decoder&, Instr& i) { i.fn = fence_mbarrier_init; }
 

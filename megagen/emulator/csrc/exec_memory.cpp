@@ -139,7 +139,7 @@ void store(Exec& x, const Instr& i) {
     x.m.history.write(*p.region, p.offset, bytes, x.accessor(l, i.order, i.scope));
     if (strong) {
       if (i.order == Order::Release || !x.w.fences.empty()) {
-        x.release_to(x.m.history.variables[p.canonical()], l, scope, true, i.order == Order::Release);
+        x.release_to(x.m.history.variables[p.canonical()], 1u << l, scope, true, i.order == Order::Release);
       } else if (const auto it = x.m.history.variables.find(p.canonical());
                  it != x.m.history.variables.end()) {
         it->second.releases.clear();

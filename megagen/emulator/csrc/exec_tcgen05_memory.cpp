@@ -354,7 +354,7 @@ void commit(Exec& x, const Instr& i) {
       earlier->next.push_back(op);
       ++op->waits;
     }
-    op->run = [p, released](TensorOp& o) { mbarrier_arrive(*o.m, mbarrier_at(p), 1, &released); };
+    op->run = [p, released](TensorOp& o) { mbarrier_arrive(*o.m, mbarrier_at(p), released); };
     issue_tensor_op(std::move(op));
   }
   x.note_change();

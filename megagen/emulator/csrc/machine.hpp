@@ -155,9 +155,7 @@ struct Warp {
   std::vector<LaneClock> clocks;
   uint32_t fenced[2][kLanes] = {};
   struct LaneFence {
-    Clock clock;
-    bool set = false;
-    Scope scope = Scope::Cta;
+    SyncVariable released;  // what came before fences, which a strong write turns into a release
     SyncVariable acquired;  // releases seen by strong reads, which a fence turns into an acquire
   };
   std::vector<LaneFence> fences;  // per lane, made on first use
@@ -552,9 +550,9 @@ struct Exec {
   Clock publish(Mask lanes) const;
   void tick() const;
   void acquire(Mask lanes, const Clock& clock) const;
-  void release_to(SyncVariable& variable, int lane, Scope scope, bool replaces, bool release) const;
+  void release_to(SyncVariable& variable, Mask lanes, Scope scope, bool replaces, bool release) const;
   void acquire_from(const SyncVariable& variable, Mask lanes, Scope scope, bool acquire) const;
-  void fence(Scope scope) const;
+  void fence(Scope scope, Order order) const;
   void proxy_fence(bool shared, bool global) const;
   void warp_barrier(Mask lanes) const;
 };

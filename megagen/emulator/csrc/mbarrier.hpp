@@ -18,8 +18,8 @@ struct Mbarrier {
   Agent agent = 0;     // of what completes on it
   uint32_t count = 0;  // its clock: that of the current phase
   bool tracks_copies = false;
-  Clock arriving, done;  // released into the current phase, and into the one before
-  Epoch init = 0;        // who initialized it
+  SyncVariable arriving, done;  // releases into the current phase, and into the one before
+  Epoch init = 0;               // who initialized it
   uint32_t init_line = 0;
   bool init_fenced = false;  // fence.mbarrier_init
   std::vector<std::pair<Warp*, Fragment*>> waiters;
@@ -29,8 +29,10 @@ struct Mbarrier {
 
 /// The object at a place; MemoryFault if none was initialized there.
 Mbarrier& mbarrier_at(const Place& place);
-/// Counts arrivals, and completes the phase when nothing is pending.
-void mbarrier_arrive(Machine& m, Mbarrier& b, uint32_t arrivals, const Clock* released);
+/// Counts arrivals of threads, whose releases are in `arriving`, and completes the phase when nothing is pending.
+void mbarrier_arrive(Machine& m, Mbarrier& b, uint32_t arrivals);
+/// Arrives for an asynchronous operation. Whoever waits knows `completed`, at whatever scope.
+void mbarrier_arrive(Machine& m, Mbarrier& b, const Clock& completed);
 void mbarrier_expect(Mbarrier& b, int64_t bytes);
 void mbarrier_complete_tx(Machine& m, Mbarrier& b, int64_t bytes);
 void mbarrier_settle(Machine& m, Mbarrier& b);
