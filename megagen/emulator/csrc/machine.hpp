@@ -531,6 +531,8 @@ struct Exec {
 
   // Polling detection.
   void note_read(uint64_t place, uint32_t bytes, uint64_t value, bool strong);
+  /// A loop needn't watch what nobody can write, but going through it isn't polling.
+  void note_constants(uint64_t places);
   void note_time();
   void note_change();
 
