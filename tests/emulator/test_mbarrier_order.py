@@ -114,6 +114,7 @@ UNORDERED_IN_A_CLUSTER = [
     Handoff(".relaxed.cluster", ".acquire.cluster", "fence.acquire.cluster;"),
     Handoff(".release.cluster", ".relaxed.cluster", after="fence.release.cluster;"),
     Handoff(".relaxed.cluster", ".acquire.cluster", "fence.proxy.async;"),
+    Handoff(".relaxed.cluster", ".acquire.cluster", "fence.mbarrier_init.release.cluster;"),
     Handoff(".relaxed.cluster", ".acquire.cluster", early="fence.acq_rel.cluster;"),
 ]
 
@@ -138,3 +139,47 @@ def test_unordered_in_a_cta(handoff: Handoff) -> None:
 def test_unordered_in_a_cluster(handoff: Handoff) -> None:
     with pytest.raises(DataRace):
         run(handoff, producer=1)
+
+
+INITIALIZATION = r"""
+extern "C" __global__ void __cluster_dims__(2) k(u32* data) {
+    __shared__ u64 barrier;
+    u32 rank, mapped, own = (u32)__cvta_generic_to_shared(&barrier);
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(mapped) : "r"(own));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(own) : "memory");
+    if (rank == 0) *data = 42;
+    asm volatile("FENCE barrier.cluster.arrive.relaxed;\n barrier.cluster.wait.acquire;" ::: "memory");
+    if (rank == 1) USE
+    asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
+}
+"""
+ARRIVE = (
+    'asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" :: "r"(mapped) : "memory");'
+)
+READ = "data[1] = data[0];"
+
+
+def initialize(fence: str, use: str) -> int:
+    machine = Machine("sm90", sms=2)
+    data = machine.alloc(0, 2, np.uint32)
+    data.array[:] = 0
+    source = INITIALIZATION.replace("FENCE", fence).replace("USE", use)
+    machine.launch(machine.load(to_ptx(source)), "k", 2, 1, args=[[data]])
+    machine.run()
+    return int(data.view[1])
+
+
+def test_a_fence_orders_a_relaxed_cluster_barrier() -> None:
+    assert initialize("fence.acq_rel.cluster;", READ) == 42
+    assert initialize("fence.acq_rel.cluster;", ARRIVE) == 0
+    for fence in ("", "fence.acq_rel.cta;", "fence.acquire.cluster;"):
+        for use in (READ, ARRIVE):
+            with pytest.raises(DataRace):
+                initialize(fence, use)
+
+
+def test_a_fence_of_initializations_orders_nothing_else() -> None:
+    assert initialize("fence.mbarrier_init.release.cluster;", ARRIVE) == 0
+    with pytest.raises(DataRace):
+        initialize("fence.mbarrier_init.release.cluster;", READ)

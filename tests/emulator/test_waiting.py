@@ -208,7 +208,10 @@ def loop(read: str, rounds: int) -> int:
     machine = Machine("sm90", max_steps=100_000)
     data = machine.alloc(0, 1024, np.uint32)
     data.array[:] = 0
-    body = POLL.format(read, rounds) + "mov.u32 %r9, %tid.x; setp.eq.u32 %p1, %r9, 0; @%p1 st.global.u32 [%a0+4092], %r0;"
+    body = (
+        POLL.format(read, rounds)
+        + "mov.u32 %r9, %tid.x; setp.eq.u32 %p1, %r9, 0; @%p1 st.global.u32 [%a0+4092], %r0;"
+    )
     machine.launch(machine.load(ptx_kernel(body, module=TABLE)), "k", 1, 32, args=[[data]])
     machine.run()
     return int(data.view[-1])
@@ -223,5 +226,7 @@ def test_polling_may_read_constants_and_local_memory() -> None:
 
 def test_going_through_memory_is_not_polling() -> None:
     offset = "mul.wide.u32 %rd1, %r0, 4;"
-    assert loop(offset + "mov.u64 %rd0, table; add.u64 %rd0, %rd0, %rd1; ld.const.u32 %r2, [%rd0];", 600) == 600
+    assert (
+        loop(offset + "mov.u64 %rd0, table; add.u64 %rd0, %rd0, %rd1; ld.const.u32 %r2, [%rd0];", 600) == 600
+    )
     assert loop(offset + "add.u64 %rd0, %a0, %rd1; ld.global.u32 %r2, [%rd0+4];", 600) == 600

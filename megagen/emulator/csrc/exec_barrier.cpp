@@ -173,6 +173,11 @@ void cluster_arrive(Exec& x, const Instr& i) {
     x.tick();
   } else {
     c.clock.join(tensor_order_of(x.publish(x.mask)));
+    SyncVariable fenced;
+    x.release_to(fenced, x.mask, Scope::Cluster, false, false);
+    for (const auto& r : fenced.releases) {
+      if (r.scope == Scope::Cluster) c.clock.join(r.clock);
+    }
   }
   x.note_change();
   if (c.arrived >= c.expected) complete_cluster_phase(x.m, c);
@@ -207,10 +212,15 @@ void decode_fence(Decoder& d, Instr& i) {
 }
 
 void fence_mbarrier_init(Exec& x, const Instr&) {
+  if (x.w.fences.empty()) x.w.fences.resize(kLanes);
   for (const auto& [offset, b] : x.cta().shared->mbarriers) {
-    if (agent_of(b->init) == x.w.agent && (x.mask >> lane_of(b->init) & 1)) b->init_fenced = true;
+    const int lane = lane_of(b->init);
+    if (agent_of(b->init) != x.w.agent || !(x.mask >> lane & 1)) continue;
+    b->init_fenced = true;
+    Clock initialized;
+    initialized.before.learn(b->init_agent, 1u << lane, b->init_count);
+    x.w.fences[static_cast<size_t>(lane)].released.add(Scope::Cluster, x.w.agent, initialized);
   }
-  x.fence(Scope::Cluster, Order::Release);
 }
 void decode_fence_mbarrier_init(Decoder&, Instr& i) { i.fn = fence_mbarrier_init; }
 

@@ -19,7 +19,7 @@ Mbarrier& known_mbarrier(const Exec& x, const Place& p, Mask lanes) {
   for (const LaneClock& g : x.w.clocks) {
     Mask inside = g.lanes & lanes;
     if (agent_of(b.init) == x.w.agent) inside &= ~(1u << lane_of(b.init));
-    if (inside && !g.clock.before.knows(agent_of(b.init), lane_of(b.init), count_of(b.init))) {
+    if (inside && !knows_initialization(g.clock.before, b)) {
       fail(ErrorKind::DataRace,
            "the use of the " + mbarrier_text(b) + " isn't ordered after its initialization");
     }
@@ -56,6 +56,8 @@ void init(Exec& x, const Instr& i) {
     b.agent = x.m.agent(x.cta(), AgentKind::Mbarrier, b.offset);
     b.count = ++x.m.agent_count(b.agent);
     b.init = epoch(by.count, by.agent, l, kValid);
+    b.init_agent = x.m.agent(x.cta(), AgentKind::MbarrierInit, static_cast<uint64_t>(x.w.index));
+    b.init_count = ++x.m.agent_count(b.init_agent);
     b.init_line = by.line;
     p.region->mbarriers_from = std::min(p.region->mbarriers_from, b.offset);
     p.region->mbarriers_to = std::max(p.region->mbarriers_to, b.offset + 8);
@@ -125,8 +127,8 @@ Mask same_place(const Exec& x, const Instr& i, Mask lanes) {
 /// op[0] state (may be absent), op[1] address, op[2] count, op[3] transaction bytes.
 enum : uint16_t { kRelaxed = 1, kDrop = 2, kNoComplete = 4 };
 
-/// An arrive is a strong read-modify-write: relaxed, it releases what came before a fence. By itself it then passes
-/// on the order of tcgen05 operations only.
+/// An arrive is a strong read-modify-write: relaxed, it releases what came before a fence, and by itself
+/// passes on the order of tcgen05 operations only.
 void release_into(const Exec& x, const Instr& i, Mbarrier& b, Mask lanes) {
   const bool relaxed = i.flags & kRelaxed;
   x.release_to(b.arriving, lanes, i.scope, false, !relaxed);

@@ -273,6 +273,7 @@ enum class AgentKind : uint64_t {
   BulkWrite,
   Wgmma,
   Mbarrier,
+  MbarrierInit,
   Reduction,
   TensorIssued,
   TensorDone,

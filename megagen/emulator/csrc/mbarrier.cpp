@@ -2,6 +2,12 @@
 
 namespace megagen::emulator {
 
+bool knows_initialization(const VectorClock& before, const Mbarrier& b) {
+  const int lane = lane_of(b.init);
+  return before.knows(agent_of(b.init), lane, count_of(b.init)) ||
+         before.knows(b.init_agent, lane, b.init_count);
+}
+
 Mbarrier& mbarrier_at(const Place& place) {
   if (!place.region->is_shared()) fail(ErrorKind::MemoryFault, "an mbarrier must be in shared memory");
   const auto it = place.region->mbarriers.find(static_cast<uint32_t>(place.offset));

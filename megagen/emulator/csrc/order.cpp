@@ -156,8 +156,8 @@ void Exec::acquire_from(const SyncVariable& variable, Mask lanes, Scope scope, b
   }
 }
 
-/// `order`: Acquire, Release or both (AcqRel). A fence of narrow scope leaves valid what an earlier one released
-/// to a wider one, or what a later one of wider scope would acquire.
+/// `order`: Acquire, Release or both (AcqRel). A fence leaves alone what an earlier one releases at a wider
+/// scope, and what a later one may acquire at a wider scope.
 void Exec::fence(Scope scope, Order order) const {
   if (w.fences.empty()) w.fences.resize(kLanes);
   for (Mask rest = order == Order::Release ? 0 : mask; rest; rest &= rest - 1) {
