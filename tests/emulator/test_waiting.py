@@ -197,3 +197,36 @@ def test_views_outlive_their_machine() -> None:
     view = Machine("sm90").alloc(0, 8, np.uint32).array
     view[:] = 3
     assert view.sum() == 24
+
+
+TABLE = ".const .align 4 .b32 table[1024];"
+POLL = "mov.u32 %r0, 0; L: ld.relaxed.gpu.global.u32 %r1, [%a0]; {} add.u32 %r0, %r0, 1; setp.lt.u32 %p0, %r0, {}; @%p0 bra L;"
+
+
+def loop(read: str, rounds: int) -> int:
+    """Reads one flag, and something else, round after round; how many there were."""
+    machine = Machine("sm90", max_steps=100_000)
+    data = machine.alloc(0, 1024, np.uint32)
+    data.array[:] = 0
+    body = (
+        POLL.format(read, rounds)
+        + "mov.u32 %r9, %tid.x; setp.eq.u32 %p1, %r9, 0; @%p1 st.global.u32 [%a0+4092], %r0;"
+    )
+    machine.launch(machine.load(ptx_kernel(body, module=TABLE)), "k", 1, 32, args=[[data]])
+    machine.run()
+    return int(data.view[-1])
+
+
+def test_polling_may_read_constants_and_local_memory() -> None:
+    local = ".local .align 4 .b32 own; st.local.u32 [own], %r0; ld.local.u32 %r2, [own];"
+    for read in ("ld.const.u32 %r2, [table];", "ld.param.u64 %rd0, [p0];", "{" + local + "}"):
+        with pytest.raises(Deadlock):
+            loop(read, 1_000_000)
+
+
+def test_going_through_memory_is_not_polling() -> None:
+    offset = "mul.wide.u32 %rd1, %r0, 4;"
+    assert (
+        loop(offset + "mov.u64 %rd0, table; add.u64 %rd0, %rd0, %rd1; ld.const.u32 %r2, [%rd0];", 600) == 600
+    )
+    assert loop(offset + "add.u64 %rd0, %a0, %rd1; ld.global.u32 %r2, [%rd0+4];", 600) == 600

@@ -54,7 +54,7 @@ void settle_groups(AsyncCopy& c, bool reads, bool writes) {
         known.before.learn(c.write_agent, 1u << c.lane, a.up_to);
         Mbarrier& b = mbarrier_at({a.region, a.offset});
         c.groups->arrivals.erase(c.groups->arrivals.begin() + static_cast<long>(k));
-        mbarrier_arrive(*c.m, b, 1, &known);
+        mbarrier_arrive(*c.m, b, known);
       } else {
         ++k;
       }

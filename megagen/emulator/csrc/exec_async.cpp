@@ -45,12 +45,11 @@ std::shared_ptr<AsyncCopy> new_copy(Exec& x, const Instr& i, int lane) {
 void require_visible(const Exec& x, const Mbarrier& b, int lane) {
   if (!x.m.history.enabled || b.init_fenced || x.m.history.proxy == ProxyCheck::Off) return;
   const Clock now = x.publish(1u << lane);
-  const Agent a = agent_of(b.init);
-  if (!now.before.knows(a, lane_of(b.init), count_of(b.init))) {
+  if (!knows_initialization(now.before, b)) {
     fail(ErrorKind::DataRace,
          "the use of the " + mbarrier_text(b) + " isn't ordered after its initialization");
   }
-  if (now.fenced[kSharedProxy].knows(a, lane_of(b.init), count_of(b.init))) return;
+  if (now.fenced[kSharedProxy].knows(agent_of(b.init), lane_of(b.init), count_of(b.init))) return;
   const std::string text =
       "the initialization of the " + mbarrier_text(b) +
       " has no fence.mbarrier_init or fence.proxy.async before this copy, which completes on it";
@@ -317,7 +316,7 @@ void copy_arrive(Exec& x, const Instr& i) {
         const Agent a = x.m.agent(x.cta(), AgentKind::CopyGroup, static_cast<uint64_t>(x.w.index));
         for (const auto& group : g->groups) known.before.learn(a, 1u << l, group.last_write);
       }
-      mbarrier_arrive(x.m, b, 1, &known);
+      mbarrier_arrive(x.m, b, known);
     } else {
       const Agent a = x.m.agent(x.cta(), AgentKind::CopyGroup, static_cast<uint64_t>(x.w.index));
       g->arrivals.push_back({g->outstanding, x.m.agent_count(a), p.region, static_cast<uint32_t>(p.offset)});

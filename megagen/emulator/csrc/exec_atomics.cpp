@@ -106,8 +106,8 @@ void atomic(Exec& x, const Instr& i) {
     auto& variables = x.m.history.variables;
     const auto found = variables.find(p.canonical());
     if (found != variables.end()) x.acquire_from(found->second, 1u << l, i.scope, acquires);
-    if (releases || (!x.w.fences.empty() && x.w.fences[static_cast<size_t>(l)].set)) {
-      x.release_to(variables[p.canonical()], l, i.scope, false, releases);
+    if (releases || !x.w.fences.empty()) {
+      x.release_to(variables[p.canonical()], 1u << l, i.scope, false, releases);
     }
     bool changed = false;
     uint64_t seen = 0;
@@ -164,7 +164,7 @@ void atomic128(Exec& x, const Instr& i) {
     x.m.history.write(*p.region, p.offset, 16, x.accessor(l, i.order, i.scope, true));
     auto& variable = x.m.history.variables[p.canonical()];
     x.acquire_from(variable, 1u << l, i.scope, i.order == Order::Acquire || i.order == Order::AcqRel);
-    x.release_to(variable, l, i.scope, false, i.order == Order::Release || i.order == Order::AcqRel);
+    x.release_to(variable, 1u << l, i.scope, false, i.order == Order::Release || i.order == Order::AcqRel);
     uint8_t old[16];
     memcpy(old, p.data, 16);
     const Ref& b = x.program.extra[i.extra];

@@ -173,6 +173,11 @@ void cluster_arrive(Exec& x, const Instr& i) {
     x.tick();
   } else {
     c.clock.join(tensor_order_of(x.publish(x.mask)));
+    SyncVariable fenced;
+    x.release_to(fenced, x.mask, Scope::Cluster, false, false);
+    for (const auto& r : fenced.releases) {
+      if (r.scope == Scope::Cluster) c.clock.join(r.clock);
+    }
   }
   x.note_change();
   if (c.arrived >= c.expected) complete_cluster_phase(x.m, c);
@@ -196,20 +201,26 @@ void decode_cluster(Decoder& d, Instr& i) {
   i.fn = d.has(".arrive") ? cluster_arrive : cluster_wait;
 }
 
-void fence(Exec& x, const Instr& i) { x.fence(i.scope); }
+void fence(Exec& x, const Instr& i) { x.fence(i.scope, i.order); }
 void decode_fence(Decoder& d, Instr& i) {
   i.scope = d.has(".cta")                   ? Scope::Cta
             : d.has(".cluster")             ? Scope::Cluster
             : d.has(".gpu") || d.has(".gl") ? Scope::Gpu
                                             : Scope::Sys;
+  i.order = order_from(d, Order::AcqRel);
   i.fn = fence;
 }
 
 void fence_mbarrier_init(Exec& x, const Instr&) {
+  if (x.w.fences.empty()) x.w.fences.resize(kLanes);
   for (const auto& [offset, b] : x.cta().shared->mbarriers) {
-    if (agent_of(b->init) == x.w.agent && (x.mask >> lane_of(b->init) & 1)) b->init_fenced = true;
+    const int lane = lane_of(b->init);
+    if (agent_of(b->init) != x.w.agent || !(x.mask >> lane & 1)) continue;
+    b->init_fenced = true;
+    Clock initialized;
+    initialized.before.learn(b->init_agent, 1u << lane, b->init_count);
+    x.w.fences[static_cast<size_t>(lane)].released.add(Scope::Cluster, x.w.agent, initialized);
   }
-  x.fence(Scope::Cluster);
 }
 void decode_fence_mbarrier_init(Decoder&, Instr& i) { i.fn = fence_mbarrier_init; }
 

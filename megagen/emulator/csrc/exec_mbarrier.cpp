@@ -19,7 +19,7 @@ Mbarrier& known_mbarrier(const Exec& x, const Place& p, Mask lanes) {
   for (const LaneClock& g : x.w.clocks) {
     Mask inside = g.lanes & lanes;
     if (agent_of(b.init) == x.w.agent) inside &= ~(1u << lane_of(b.init));
-    if (inside && !g.clock.before.knows(agent_of(b.init), lane_of(b.init), count_of(b.init))) {
+    if (inside && !knows_initialization(g.clock.before, b)) {
       fail(ErrorKind::DataRace,
            "the use of the " + mbarrier_text(b) + " isn't ordered after its initialization");
     }
@@ -56,6 +56,8 @@ void init(Exec& x, const Instr& i) {
     b.agent = x.m.agent(x.cta(), AgentKind::Mbarrier, b.offset);
     b.count = ++x.m.agent_count(b.agent);
     b.init = epoch(by.count, by.agent, l, kValid);
+    b.init_agent = x.m.agent(x.cta(), AgentKind::MbarrierInit, static_cast<uint64_t>(x.w.index));
+    b.init_count = ++x.m.agent_count(b.init_agent);
     b.init_line = by.line;
     p.region->mbarriers_from = std::min(p.region->mbarriers_from, b.offset);
     p.region->mbarriers_to = std::max(p.region->mbarriers_to, b.offset + 8);
@@ -125,13 +127,12 @@ Mask same_place(const Exec& x, const Instr& i, Mask lanes) {
 /// op[0] state (may be absent), op[1] address, op[2] count, op[3] transaction bytes.
 enum : uint16_t { kRelaxed = 1, kDrop = 2, kNoComplete = 4 };
 
-/// What a relaxed arrive passes on: the order of tcgen05 operations, and after a fence what came before the fence.
-Clock relaxed_release(const Exec& x, int lane, Scope scope) {
-  Clock out = tensor_order_of(x.clock_of(lane));
-  if (x.w.fences.empty()) return out;
-  const auto& fence = x.w.fences[static_cast<size_t>(lane)];
-  if (fence.set && fence.scope >= scope) out.join(fence.clock);
-  return out;
+/// An arrive is a strong read-modify-write: relaxed, it releases what came before a fence, and by itself
+/// passes on the order of tcgen05 operations only.
+void release_into(const Exec& x, const Instr& i, Mbarrier& b, Mask lanes) {
+  const bool relaxed = i.flags & kRelaxed;
+  x.release_to(b.arriving, lanes, i.scope, false, !relaxed);
+  if (relaxed) b.arriving.add(i.scope, x.w.agent, tensor_order_of(x.publish(lanes)));
 }
 
 void arrive(Exec& x, const Instr& i) {
@@ -139,15 +140,13 @@ void arrive(Exec& x, const Instr& i) {
   if (i.op[2].kind) x.require_defined(i.op[2], "arrival count");
   if (i.op[3].kind) x.require_defined(i.op[3], "transaction count");
   if ((x.mask & (x.mask - 1)) && !i.op[0].kind && !i.op[2].kind && !i.op[3].kind &&
-      !(i.flags & (kDrop | kNoComplete)) && !((i.flags & kRelaxed) && !x.w.fences.empty()) &&
-      same_place(x, i, x.mask) == x.mask) {  // many lanes, one mbarrier
+      !(i.flags & (kDrop | kNoComplete)) && same_place(x, i, x.mask) == x.mask) {  // many lanes, one mbarrier
     Mbarrier& b = known_mbarrier(x, place_of(x, i, 1, __builtin_ctz(x.mask)), x.mask);
     const auto count = static_cast<uint32_t>(__builtin_popcount(x.mask));
     if (count <= b.pending) {
-      const bool relaxed = i.flags & kRelaxed;
-      const Clock released = relaxed ? tensor_order_of(x.publish(x.mask)) : x.publish(x.mask);
-      mbarrier_arrive(x.m, b, count, &released);
-      if (!relaxed) x.tick();
+      release_into(x, i, b, x.mask);
+      mbarrier_arrive(x.m, b, count);
+      if (!(i.flags & kRelaxed)) x.tick();
       x.note_change();
       return;
     }
@@ -174,13 +173,8 @@ void arrive(Exec& x, const Instr& i) {
       fail(ErrorKind::Emulator,
            "arrive.noComplete completes the phase of the " + mbarrier_text(b) + " (undefined behaviour)");
     }
-    if (i.flags & kRelaxed) {
-      const Clock released = relaxed_release(x, l, remote ? Scope::Cluster : Scope::Cta);
-      mbarrier_arrive(x.m, b, count, &released);
-    } else {
-      const Clock released = x.publish(1u << l);
-      mbarrier_arrive(x.m, b, count, &released);
-    }
+    release_into(x, i, b, 1u << l);
+    mbarrier_arrive(x.m, b, count);
     if (i.op[0].kind == Ref::Value) {
       x.set_value(i.op[0], l, state);
       x.set_undefined_bits(i.op[0], l, 0);
@@ -205,6 +199,7 @@ void decode_arrive(Decoder& d, Instr& i) {
   i.flags =
       static_cast<uint16_t>((d.has(".relaxed") ? kRelaxed : 0) | (d.slot(0) == ".arrive_drop" ? kDrop : 0) |
                             (d.has(".noComplete") ? kNoComplete : 0));
+  i.scope = scope_from(d, Scope::Cta);
   i.fn = arrive;
 }
 
@@ -232,7 +227,7 @@ void wait(Exec& x, const Instr& i) {
           << l;
     }
     complete |= done;
-    if (done) x.acquire(done, i.flags & kRelaxed ? tensor_order_of(b.done) : b.done);
+    if (done) x.acquire_from(b.done, done, i.scope, !(i.flags & kRelaxed));
     if (done != lanes) open.push_back(&b);
   }
   if ((i.flags & kTry) && !complete && !x.f->give_up && x.m.random.below(16) != 0) {
@@ -254,6 +249,7 @@ void decode_wait(Decoder& d, Instr& i) {
   d.address(i, d.operand(1), 1);
   i.op[2] = d.source(d.operand(2), d.has(".parity") ? Type::U32 : Type::B64);
   if (d.count() > 3) i.op[3] = d.source(d.operand(3), Type::U32);
+  i.scope = scope_from(d, Scope::Cta);
   i.fn = wait;
 }
 

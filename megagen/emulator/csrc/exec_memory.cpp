@@ -60,6 +60,7 @@ void load(Exec& x, const Instr& i) {
   const bool loops = any_loop(*x.f);
   uint64_t place = 0;  // lanes that read one place in a row synchronize together
   Mask readers = 0;
+  uint64_t constants = 0;  // where read-only memory is read
   for (Mask rest = x.mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     const LanePlace p = lane_place(x, i.space, x.address_of(i, 1, l), bytes, l, bytes);
@@ -80,10 +81,13 @@ void load(Exec& x, const Instr& i) {
       } else if (loops) {
         for (LoopWatch& loop : x.f->loops) loop.overflow = true;
       }
+    } else if (p.region && loops) {
+      constants = constants * 31 + p.canonical();
     }
     to_registers(x, i, l, p.data, p.undefined);
   }
   acquire_pending(x, i, place, readers);
+  if (constants) x.note_constants(constants);
 }
 
 void decode_ld(Decoder& d, Instr& i) {
@@ -139,7 +143,7 @@ void store(Exec& x, const Instr& i) {
     x.m.history.write(*p.region, p.offset, bytes, x.accessor(l, i.order, i.scope));
     if (strong) {
       if (i.order == Order::Release || !x.w.fences.empty()) {
-        x.release_to(x.m.history.variables[p.canonical()], l, scope, true, i.order == Order::Release);
+        x.release_to(x.m.history.variables[p.canonical()], 1u << l, scope, true, i.order == Order::Release);
       } else if (const auto it = x.m.history.variables.find(p.canonical());
                  it != x.m.history.variables.end()) {
         it->second.releases.clear();

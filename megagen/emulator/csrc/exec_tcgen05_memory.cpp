@@ -325,9 +325,8 @@ std::vector<Place> targets(const Exec& x, const Instr& i, int lane) {
 
 void require_initialized(const Exec& x, const Place& p, int lane) {
   const Mbarrier& b = mbarrier_at(p);
-  const Agent agent = agent_of(b.init);
-  if (!x.m.history.enabled || (agent == x.w.agent && lane_of(b.init) == lane)) return;
-  if (!x.clock_of(lane).before.knows(agent, lane_of(b.init), count_of(b.init)))
+  if (!x.m.history.enabled || (agent_of(b.init) == x.w.agent && lane_of(b.init) == lane)) return;
+  if (!knows_initialization(x.clock_of(lane).before, b))
     fail(ErrorKind::DataRace,
          "the commit to the " + mbarrier_text(b) + " isn't ordered after its initialization");
 }
@@ -354,7 +353,7 @@ void commit(Exec& x, const Instr& i) {
       earlier->next.push_back(op);
       ++op->waits;
     }
-    op->run = [p, released](TensorOp& o) { mbarrier_arrive(*o.m, mbarrier_at(p), 1, &released); };
+    op->run = [p, released](TensorOp& o) { mbarrier_arrive(*o.m, mbarrier_at(p), released); };
     issue_tensor_op(std::move(op));
   }
   x.note_change();

@@ -155,9 +155,7 @@ struct Warp {
   std::vector<LaneClock> clocks;
   uint32_t fenced[2][kLanes] = {};
   struct LaneFence {
-    Clock clock;
-    bool set = false;
-    Scope scope = Scope::Cta;
+    SyncVariable released;  // what came before fences, which a strong write turns into a release
     SyncVariable acquired;  // releases seen by strong reads, which a fence turns into an acquire
   };
   std::vector<LaneFence> fences;  // per lane, made on first use
@@ -275,6 +273,7 @@ enum class AgentKind : uint64_t {
   BulkWrite,
   Wgmma,
   Mbarrier,
+  MbarrierInit,
   Reduction,
   TensorIssued,
   TensorDone,
@@ -533,6 +532,8 @@ struct Exec {
 
   // Polling detection.
   void note_read(uint64_t place, uint32_t bytes, uint64_t value, bool strong);
+  /// A loop needn't watch what nobody can write, but going through it isn't polling.
+  void note_constants(uint64_t places);
   void note_time();
   void note_change();
 
@@ -552,9 +553,9 @@ struct Exec {
   Clock publish(Mask lanes) const;
   void tick() const;
   void acquire(Mask lanes, const Clock& clock) const;
-  void release_to(SyncVariable& variable, int lane, Scope scope, bool replaces, bool release) const;
+  void release_to(SyncVariable& variable, Mask lanes, Scope scope, bool replaces, bool release) const;
   void acquire_from(const SyncVariable& variable, Mask lanes, Scope scope, bool acquire) const;
-  void fence(Scope scope) const;
+  void fence(Scope scope, Order order) const;
   void proxy_fence(bool shared, bool global) const;
   void warp_barrier(Mask lanes) const;
 };

@@ -2,6 +2,12 @@
 
 namespace megagen::emulator {
 
+bool knows_initialization(const VectorClock& before, const Mbarrier& b) {
+  const int lane = lane_of(b.init);
+  return before.knows(agent_of(b.init), lane, count_of(b.init)) ||
+         before.knows(b.init_agent, lane, b.init_count);
+}
+
 Mbarrier& mbarrier_at(const Place& place) {
   if (!place.region->is_shared()) fail(ErrorKind::MemoryFault, "an mbarrier must be in shared memory");
   const auto it = place.region->mbarriers.find(static_cast<uint32_t>(place.offset));
@@ -28,23 +34,31 @@ void mbarrier_settle(Machine& m, Mbarrier& b) {
   if (b.pending == 0 && b.tx == 0) {
     ++b.phase;
     b.pending = b.expected;
-    if (b.tracks_copies) b.arriving.before.learn(b.agent, kAllLanes, b.count);
+    if (b.tracks_copies) {
+      Clock copies;
+      copies.before.learn(b.agent, kAllLanes, b.count);
+      b.arriving.add(Scope::Cta, b.agent, copies);
+    }
     b.done = std::move(b.arriving);
-    b.arriving = Clock();
+    b.arriving = SyncVariable();
     m.agent_count(b.agent) = ++b.count;
     while (!b.waiters.empty()) m.wake(*b.waiters.back().first, *b.waiters.back().second);
   }
   m.touched(*b.region, b.offset, 8);
 }
 
-void mbarrier_arrive(Machine& m, Mbarrier& b, uint32_t arrivals, const Clock* released) {
+void mbarrier_arrive(Machine& m, Mbarrier& b, uint32_t arrivals) {
   if (arrivals > b.pending) {
     fail(ErrorKind::MemoryFault, format("%u arrivals on the %s: more than are pending in this phase",
                                         arrivals, mbarrier_text(b).c_str()));
   }
-  if (released) b.arriving.join(*released);
   b.pending -= arrivals;
   mbarrier_settle(m, b);
+}
+
+void mbarrier_arrive(Machine& m, Mbarrier& b, const Clock& completed) {
+  b.arriving.add(Scope::Cta, b.agent, completed);
+  mbarrier_arrive(m, b, 1);
 }
 
 void mbarrier_expect(Mbarrier& b, int64_t bytes) {

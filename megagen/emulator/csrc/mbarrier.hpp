@@ -18,8 +18,10 @@ struct Mbarrier {
   Agent agent = 0;     // of what completes on it
   uint32_t count = 0;  // its clock: that of the current phase
   bool tracks_copies = false;
-  Clock arriving, done;  // released into the current phase, and into the one before
-  Epoch init = 0;        // who initialized it
+  SyncVariable arriving, done;  // releases into the current phase, and into the one before
+  Epoch init = 0;               // who initialized it
+  Agent init_agent = 0;         // the same among the initializations of that warp: fence.mbarrier_init orders
+  uint32_t init_count = 0;      // them and nothing else
   uint32_t init_line = 0;
   bool init_fenced = false;  // fence.mbarrier_init
   std::vector<std::pair<Warp*, Fragment*>> waiters;
@@ -27,10 +29,14 @@ struct Mbarrier {
   bool completed(uint32_t parity) const { return ((phase & 1) != parity); }
 };
 
+/// Whether who knows `before` knows of the initialization.
+bool knows_initialization(const VectorClock& before, const Mbarrier& b);
 /// The object at a place; MemoryFault if none was initialized there.
 Mbarrier& mbarrier_at(const Place& place);
-/// Counts arrivals, and completes the phase when nothing is pending.
-void mbarrier_arrive(Machine& m, Mbarrier& b, uint32_t arrivals, const Clock* released);
+/// Counts arrivals of threads, whose releases are in `arriving`; completes the phase when nothing is pending.
+void mbarrier_arrive(Machine& m, Mbarrier& b, uint32_t arrivals);
+/// Arrives for an asynchronous operation. Whoever waits knows `completed`, at whatever scope.
+void mbarrier_arrive(Machine& m, Mbarrier& b, const Clock& completed);
 void mbarrier_expect(Mbarrier& b, int64_t bytes);
 void mbarrier_complete_tx(Machine& m, Mbarrier& b, int64_t bytes);
 void mbarrier_settle(Machine& m, Mbarrier& b);

@@ -112,27 +112,32 @@ bool includes(const Machine& m, const SyncVariable::Release& r, Agent agent, Sco
   return m.history.mutual(r.agent, r.scope, agent, scope);
 }
 
-void add_release(SyncVariable& v, Scope scope, Agent agent, const Clock& clock) {
-  for (auto& r : v.releases) {
-    if (r.agent == agent && r.scope == scope) {
+}  // namespace
+
+/// Scopes contain whole CTAs, so that releases of one CTA at one scope need no telling apart.
+void SyncVariable::add(Scope scope, Agent agent, const Clock& clock) {
+  for (auto& r : releases) {
+    if (slot_of(r.agent) == slot_of(agent) && r.scope == scope) {
       r.clock.join(clock);
       return;
     }
   }
-  v.releases.push_back({scope, agent, clock});
+  releases.push_back({scope, agent, clock});
 }
-
-}  // namespace
 
 /// A strong write to `variable`. `replaces`: a plain store, which ends older release sequences; a
 /// read-modify-write continues them. A relaxed write after a fence releases what came before the fence.
-void Exec::release_to(SyncVariable& variable, int lane, Scope scope, bool replaces, bool release) const {
+void Exec::release_to(SyncVariable& variable, Mask lanes, Scope scope, bool replaces, bool release) const {
   if (replaces) variable.releases.clear();
   if (release) {
-    add_release(variable, scope, w.agent, publish(1u << lane));
-  } else if (!w.fences.empty() && w.fences[static_cast<size_t>(lane)].set) {
-    const auto& fence = w.fences[static_cast<size_t>(lane)];
-    add_release(variable, std::min(scope, fence.scope), w.agent, fence.clock);
+    variable.add(scope, w.agent, publish(lanes));
+    return;
+  }
+  if (w.fences.empty()) return;
+  for (Mask rest = lanes; rest; rest &= rest - 1) {
+    for (const auto& r : w.fences[static_cast<size_t>(__builtin_ctz(rest))].released.releases) {
+      variable.add(std::min(scope, r.scope), w.agent, r.clock);
+    }
   }
 }
 
@@ -143,29 +148,35 @@ void Exec::acquire_from(const SyncVariable& variable, Mask lanes, Scope scope, b
       acquire(lanes, r.clock);
       continue;
     }
+    if (!r.clock.tensor.empty()) acquire(lanes, tensor_order_of(r.clock));
     if (w.fences.empty()) w.fences.resize(kLanes);
     for (Mask rest = lanes; rest; rest &= rest - 1) {
-      add_release(w.fences[static_cast<size_t>(__builtin_ctz(rest))].acquired, r.scope, r.agent, r.clock);
+      w.fences[static_cast<size_t>(__builtin_ctz(rest))].acquired.add(r.scope, r.agent, r.clock);
     }
   }
 }
 
-void Exec::fence(Scope scope) const {
+/// `order`: Acquire, Release or both (AcqRel). A fence leaves alone what an earlier one releases at a wider
+/// scope, and what a later one may acquire at a wider scope.
+void Exec::fence(Scope scope, Order order) const {
   if (w.fences.empty()) w.fences.resize(kLanes);
-  for (Mask rest = mask; rest; rest &= rest - 1) {
+  for (Mask rest = order == Order::Release ? 0 : mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
-    auto& f = w.fences[static_cast<size_t>(l)];
-    for (const auto& r : f.acquired.releases) {
-      if (includes(m, r, w.agent, scope)) acquire(1u << l, r.clock);
-    }
-    f.acquired.releases.clear();
+    auto& seen = w.fences[static_cast<size_t>(l)].acquired.releases;
+    const auto outside = std::partition(seen.begin(), seen.end(), [&](const SyncVariable::Release& r) {
+      return !includes(m, r, w.agent, scope);
+    });
+    for (auto r = outside; r != seen.end(); ++r) acquire(1u << l, r->clock);
+    seen.erase(outside, seen.end());
   }
+  if (order == Order::Acquire) return;
   for (Mask rest = mask; rest; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
-    auto& f = w.fences[static_cast<size_t>(l)];
-    f.clock = publish(1u << l);
-    f.set = true;
-    f.scope = scope;
+    auto& released = w.fences[static_cast<size_t>(l)].released;
+    auto& older = released.releases;
+    older.erase(std::remove_if(older.begin(), older.end(), [&](const auto& r) { return r.scope <= scope; }),
+                older.end());
+    released.add(scope, w.agent, publish(1u << l));
   }
   tick();
 }

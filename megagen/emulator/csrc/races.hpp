@@ -41,6 +41,8 @@ struct SyncVariable {
     Clock clock;
   };
   std::vector<Release> releases;
+
+  void add(Scope scope, Agent agent, const Clock& clock);
 };
 
 class History {

@@ -225,6 +225,10 @@ void Exec::note_read(uint64_t place, uint32_t bytes, uint64_t value, bool strong
   }
 }
 
+void Exec::note_constants(uint64_t places) {
+  for (LoopWatch& l : f->loops) l.hash = mix(l.hash, places);
+}
+
 void Exec::note_time() {
   for (LoopWatch& l : f->loops) l.timed = true;
 }
