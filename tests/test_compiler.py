@@ -1,12 +1,10 @@
 """NVRTC: what a compilation reports, and what it refuses."""
 
 import json
-import math
 import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -171,16 +169,11 @@ CONTRACT_OF = {
 
 
 @pytest.mark.parametrize("preset", CONTRACT_OF)
-def test_presets_compile_cleanly_and_quickly(preset):
-    """A plan of every tile size; CPU time, the best of three: a shared core is a third slower at times."""
+def test_presets_compile_cleanly(preset):
+    """A plan of every tile size; docs/performance.md has how long that takes."""
     for plan in {plan.block_m: plan for plan in plan_set(CONTRACT_OF[preset]).plans}.values():
-        source, cpu_seconds = render(plan), []
-        while len(cpu_seconds) < 3 and min(cpu_seconds, default=math.inf) > 1.5:
-            start = time.process_time()
-            kernel = compiler.compile(source, "sm_90a", name=f"{plan.name}.cu")
-            cpu_seconds.append(time.process_time() - start)
-            assert kernel.problems() == ()
-        assert min(cpu_seconds) <= 1.5, f"{plan.name} took {cpu_seconds}"
+        kernel = compiler.compile(render(plan), "sm_90a", name=f"{plan.name}.cu")
+        assert kernel.problems() == ()
 
 
 @pytest.fixture(scope="session")

@@ -40,7 +40,7 @@ def test_a_missing_arrival_names_its_barrier_and_who_waits(broken: Callable[...,
     text = broken("mbarrier_arrive(smem + SMEM_ORDER_EMPTY + offset);", "", Deadlock)
     waiting = next(line for line in text.splitlines() if "mbarrier order_empty[" in line)
     assert re.search(r"rank \d SM \d .*warp \d+ \(load_weights\)", waiting)
-    assert "wait_unless_stopped line" in waiting and "load_weights_role line" in waiting
+    assert "wait_unless_left line" in waiting and "load_weights_role line" in waiting
     assert "pending 1 of 1 arrivals" in waiting
 
 
@@ -48,7 +48,7 @@ def test_an_output_that_never_comes_names_the_token(broken: Callable[..., str]) 
     home = "map_to_rank(p, pending, static_cast<u32>(source >> 32))"
     text = broken(f"add_relaxed_sys(reinterpret_cast<u32*>({home}), ~0u);", "", Deadlock)
     assert re.search(r"pending\[\d+\] of rank [01]'s symmetric buffer = [12]", text)
-    assert "combine_rest line" in text
+    assert "combine line" in text
 
 
 def test_a_race_names_both_sides(broken: Callable[..., str]) -> None:
