@@ -96,17 +96,17 @@ CTYPE_BYTES = {"TensorMap": 128, "u64": 8, "i64": 8, "u32": 4, "f32": 4}
 
 #: The status block in pinned host memory. `code` is written last, with release at system scope.
 STATUS_FIELDS = (
-    Field("code", "u32", "Awaited value of the wait that failed, 0 while all is well"),
+    Field("code", "u32", "AWAITED_* of the wait that failed, 0 while all is well"),
     Field("rank", "u32", "rank that reports"),
     Field("sm", "u32", "its SM (block index)"),
-    Field("role", "u32", "its RoleId"),
+    Field("role", "u32", "its ROLE_*"),
     Field("peer", "u32", "rank, pool block or pipeline stage that is waited for"),
     Field("expected", "u32", "value that would end the wait"),
     Field("seen", "u32", "value last seen"),
     Field("launch", "u32", "launch number of this buffer"),
     Field("aborted_by", "u32", "rank + 1 of the peer whose abort stopped this rank, 0 if none"),
     Field("dropped_ids", "u32", "expert ids out of range so far, dropped"),
-    Field("stuck", "u32", "a phase that never completed, and trapped: see STUCK_BITS; 0 if none"),
+    Field("stuck", "u32", "a phase that never completed, and trapped: see stuck_word; 0 if none"),
 )
 
 #: Widths of the parts of `stuck`, from the highest bits down: RoleId, Awaited, `peer`, and the SM.
@@ -119,11 +119,12 @@ def params_fields(ranks: int, trace: bool = False, tensor_maps: bool = False) ->
     `tensor_maps`: weights are read through tensor maps (Blackwell) instead of by address.
     """
     records = "trace records, [SMs][warps][TRACE_CAPACITY] of u32 {ns, SM clock, state, argument}"
+    by_turns = "rows by turns of 8 (gate 0-7, up 0-7, gate 8-15, ...)"
     maps: tuple[Field, ...] = ()
     weights: tuple[Field, ...]
     if tensor_maps:
         maps = (
-            Field("w13_map", "TensorMap", "gate and up weights, unpacked by the copy"),
+            Field("w13_map", "TensorMap", f"{by_turns}, unpacked by the copy"),
             Field("w2_map", "TensorMap", "down weights, unpacked by the copy"),
         )
         weights = (
@@ -132,7 +133,7 @@ def params_fields(ranks: int, trace: bool = False, tensor_maps: bool = False) ->
         )
     else:
         weights = (
-            Field("w13", "u64", "gate and up weights, kernel layout"),
+            Field("w13", "u64", f"{by_turns}, kernel layout"),
             Field("w13_sf", "u64", "their scale factors, (gate, up) pairs"),
             Field("w2", "u64", "down weights, kernel layout"),
             Field("w2_sf", "u64", "their scale factors, pairs"),
@@ -145,7 +146,7 @@ def params_fields(ranks: int, trace: bool = False, tensor_maps: bool = False) ->
         Field("output", "u64", "y: bfloat16 [num_tokens][H]"),
         Field("num_tokens_ptr", "u64", "device u32 with the token count, or 0 to use num_tokens"),
         Field("status", "u64", "status block, pinned host memory"),
-        Field("timeout_ns", "u64", "limit of every wait"),
+        Field("timeout_ns", "u64", "limit of a wait for other SMs or ranks"),
         *((Field("trace", "u64", records),) if trace else ()),
         Field("num_tokens", "u32", "tokens of this rank (an upper bound if num_tokens_ptr is set)"),
         Field("rank", "u32", "this rank"),

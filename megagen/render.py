@@ -105,6 +105,7 @@ def _sm90_context(plan: KernelPlan) -> dict[str, Any]:
             *COMMON_PARTS,
             "sm90/load.cuh.j2",
             "common/combine.cuh.j2",
+            "common/signal.cuh.j2",
             f"sm90/mma_{plan.operand_order}.cuh.j2",
             "common/epilogue.cuh.j2",
             f"sm90/epilogue_{plan.operand_order}.cuh.j2",
@@ -115,6 +116,7 @@ def _sm90_context(plan: KernelPlan) -> dict[str, Any]:
         "operand_order": plan.operand_order,
         "wgmma_n": 128 if plan.operand_order == "tokens_on_m" else plan.block_m,
         "worker": "math",
+        "tile_type": "MathTile",
         "workers": "MATH",
         "worker_warps": MATH_WARPS,
         "worker_threads": MATH_WARPS * 32,
@@ -244,7 +246,8 @@ def constants(plan: KernelPlan) -> tuple[ConstantGroup, ...]:
         _offsets("shared memory", "SMEM", plan.smem, "u32"),
         _offsets("symmetric buffer", "SYMM", plan.contract.symm, "u64"),
         _offsets("local workspace", "LOCAL", plan.local, "u64"),
-        ConstantGroup("words of launch and cta_flags; codes", _code_constants()),
+        ConstantGroup("words of launch and cta_flags", _word_constants(isinstance(plan, Sm100Plan))),
+        *_CODES,
     )
 
 
@@ -312,8 +315,12 @@ def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
         Constant("STEP_LANES", plan.combine_step_bytes // 16, "lanes that take part in a step"),
         Constant("UNITS_PER_TOKEN", shape.hidden // columns),
         Constant("ROW_LOADS", row_loads, "rows that a warp loads at once"),
-        Constant("POLL_NS", POLL_NS, "ns between looks for work of the combine role"),
-        Constant("DRAIN_NS", DRAIN_NS, "ns, in which an issued bulk copy lands for sure"),
+        Constant("POLL_NS", POLL_NS, "ns between looks for work of the signal role"),
+        Constant(
+            "DRAIN_NS",
+            DRAIN_NS,
+            "ns that a cancelled tile's copies have to land; they cannot be awaited",
+        ),
     )
 
 
@@ -324,7 +331,7 @@ def _sm90_threads(plan: Sm90Plan) -> tuple[Constant, ...]:
         Constant("FULL_WARP", "~0u"),
         Constant("LOAD_TOKENS_WARP", roles["load_tokens"].first_warp),
         Constant("DISPATCH_WARP", roles["dispatch"].first_warp),
-        Constant("COMBINE_WARP", roles["combine"].first_warp),
+        Constant("SIGNAL_WARP", roles["signal"].first_warp),
         Constant("FIRST_MATH_WARP", roles["math"].first_warp),
         Constant("MATH_WARPS", roles["math"].warps),
         Constant("MATH_THREADS", 32 * roles["math"].warps),
@@ -339,24 +346,66 @@ def _sm90_threads(plan: Sm90Plan) -> tuple[Constant, ...]:
     )
 
 
-def _code_constants() -> tuple[Constant, ...]:
+def _word_constants(pairs: bool) -> tuple[Constant, ...]:
+    """`pairs`: a tile is taken by a pair of CTAs, not by one."""
+    if pairs:
+        takers, tiles = "pairs", "0; after a failure 1 + the tiles that the leader handed on"
+    else:
+        takers, tiles = "SMs", "tiles that the token loader handed on, and 1, once it has left"
     return (
         Constant("LAUNCH_NUMBER", 0, "launches completed on this buffer"),
         Constant("LAUNCH_FAILURES", 1, "failures so far; the first is reported"),
         Constant("LAUNCH_DROPPED", 2, "expert ids out of range so far"),
         Constant("LAUNCH_PUBLISHED", 3, "SMs that have published their routes"),
-        Constant("LAUNCH_NEXT_TILE", 4, "tiles taken by SMs after their first"),
+        Constant("LAUNCH_NEXT_TILE", 4, f"tiles taken by {takers} after their first"),
         Constant("LAUNCH_NEXT_UNIT", 5, "combine units taken by warps after their first"),
         Constant("LAUNCH_FINISHED", 6, "SMs all of whose roles have left"),
         Constant("CTA_FLAG_STOPPED", 0, "a wait gave up"),
         Constant("CTA_FLAG_LAST", 1, "this SM is the last of its rank"),
-        Constant("CTA_FLAG_TILES", 2, "tiles that the token loader handed on, and 1, once it has left"),
+        Constant("CTA_FLAG_TILES", 2, tiles),
         Constant("CTA_FLAG_STUCK", 3, "what the math role waits for in vain, 0 if nothing"),
-        *(Constant(f"ROLE_{role.name}", int(role)) for role in RoleId),
-        *(Constant(f"AWAITED_{awaited.name}", int(awaited)) for awaited in Awaited),
-        Constant("TRACE_CAPACITY", TRACE_CAPACITY, "records per warp"),
-        *(Constant(f"TRACE_{state.name}", int(state)) for state in TraceState),
     )
+
+
+_CODES = (
+    ConstantGroup(
+        "ids of roles, the same in all kernels",
+        tuple(Constant(f"ROLE_{role.name}", int(role)) for role in RoleId),
+    ),
+    ConstantGroup(
+        "what a wait awaits", tuple(Constant(f"AWAITED_{awaited.name}", int(awaited)) for awaited in Awaited)
+    ),
+    ConstantGroup(
+        "trace",
+        (
+            Constant("TRACE_CAPACITY", TRACE_CAPACITY, "records per warp"),
+            *(Constant(f"TRACE_{state.name}", int(state)) for state in TraceState),
+        ),
+    ),
+)
+
+_HOLDS = {
+    "control": "[0] is the abort word: 1 + the rank that set it",
+    "flags": "last barrier that each rank released",
+    "pending": "expert outputs of a token not yet home",
+    "recv_count": "routes, [bank][source rank][local expert]",
+    "src_index": "[bank][local expert][source rank][slot]",
+    "combine": "expert outputs, [k][token][column]",
+    "launch": "LAUNCH_*",
+    "send_count": "routes to an expert",
+    "l1_arrival": "rows pulled of a pool block",
+    "l2_arrival": "arrivals after L1 tiles of a pool block",
+    "l2_finished": "arrivals after L2 tiles of a pool block",
+    "row_source": "rank << 32 | k * MAX_TOKENS + token",
+    "row_weight": "routing weight of a pool row",
+    "l1_tiles": "[block of the ring][K block]",
+    "l2_tiles": "[pool block][K block]",
+}
+"""What the regions of the symmetric buffer and the workspace hold, where their names don't say it."""
+
+
+def _holds(region: str) -> str:
+    return f": {_HOLDS[region]}" if region in _HOLDS else ""
 
 
 def _offsets(memory: str, prefix: str, layout: Layout, ctype: str) -> ConstantGroup:
@@ -366,7 +415,7 @@ def _offsets(memory: str, prefix: str, layout: Layout, ctype: str) -> ConstantGr
             Constant(
                 f"{prefix}_{region.name.upper()}",
                 region.offset,
-                f"{region.dtype}[{']['.join(map(str, region.shape))}]",
+                f"{region.dtype}[{']['.join(map(str, region.shape))}]{_holds(region.name)}",
                 ctype,
             )
             for region in layout.regions

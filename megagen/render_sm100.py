@@ -38,6 +38,7 @@ def sm100_parts(plan: Sm100Plan, common: tuple[str, ...]) -> tuple[str, ...]:
         "sm100/pair.cuh.j2",
         "sm100/load.cuh.j2",
         "common/combine.cuh.j2",
+        "common/signal.cuh.j2",
         "sm100/issue_mma.cuh.j2",
         "common/epilogue.cuh.j2",
         "sm100/epilogue.cuh.j2",
@@ -50,6 +51,7 @@ def sm100_context(plan: Sm100Plan) -> dict[str, Any]:
     return {
         "load_columns": plan.store_rows,
         "worker": "epilogue",
+        "tile_type": "Tile",
         "workers": "EPILOGUE",
         "worker_warps": EPILOGUE_WARPS,
         "worker_threads": EPILOGUE_WARPS * 32,
@@ -74,6 +76,7 @@ def sm100_tiles(plan: Sm100Plan) -> tuple[Constant, ...]:
     return (
         Constant("CLUSTER", CLUSTER, "CTAs of a pair"),
         Constant("LEADER", 0, "rank in the pair of the CTA that takes tiles and issues MMAs"),
+        Constant("FOLLOWER", 1, "rank of the other"),
         Constant("BLOCK_M", plan.block_m, "token rows of a tile"),
         Constant("LOAD_ROWS", plan.load_rows, "token rows that each CTA of a pair loads"),
         Constant("BLOCK_N", BLOCK_N, "weight rows of a tile per CTA"),
@@ -85,8 +88,14 @@ def sm100_tiles(plan: Sm100Plan) -> tuple[Constant, ...]:
         Constant("WEIGHT_TRANSACTION_BYTES", plan.weight_transaction_bytes, "what their copy counts: packed"),
         Constant("WEIGHT_SF_BYTES", plan.weight_sf_bytes, "SFs of a CTA's weight rows for 128 of K"),
         Constant("TOKEN_STAGE_BYTES", plan.token_stage_bytes, "a CTA's half of the rows"),
-        Constant("TOKEN_SF_STAGE_BYTES", plan.token_sf_stage_bytes, "room for the SFs of all rows"),
-        Constant("TOKEN_SF_BYTES", plan.token_sf_bytes, "of which this much is copied"),
+        Constant(
+            "TOKEN_SF_STAGE_BYTES", plan.token_sf_stage_bytes, "room for the SFs of all rows, in whole atoms"
+        ),
+        Constant(
+            "TOKEN_SF_BYTES",
+            plan.token_sf_bytes,
+            "copied of it: BLOCK_M = 16 needs half of an atom",
+        ),
         Constant("TOKEN_TILE_BYTES", plan.token_tile_bytes, "a K block of BLOCK_M rows, then their SFs"),
         Constant("ROW_IMAGE_BYTES", plan.block_m * BLOCK_K, "the rows of a token tile, without their SFs"),
         Constant("SF_ATOMS", plan.sf_atoms, "groups of SF_ATOM_ROWS token rows"),
@@ -114,8 +123,16 @@ def sm100_tiles(plan: Sm100Plan) -> tuple[Constant, ...]:
         Constant("ORDER_SLOTS", ORDER_SLOTS, "tile tasks between the weight loader and the token loader"),
         Constant("L1_N_TILES", plan.weight_layout.n_tiles13, "tiles of UMMA_M weight rows per expert"),
         Constant("L2_N_TILES", plan.weight_layout.n_tiles2, "tiles of UMMA_M weight rows per expert"),
-        Constant("L1_STORES", plan.l2_arrivals, "stores that complete a block's intermediate rows"),
-        Constant("L2_STORES", CLUSTER * plan.weight_layout.n_tiles2, "that complete a block's outputs"),
+        Constant(
+            "L1_STORES",
+            plan.l2_arrivals,
+            "arrivals that complete a block's rows for L2: L1_N_TILES from each CTA",
+        ),
+        Constant(
+            "L2_STORES",
+            CLUSTER * plan.weight_layout.n_tiles2,
+            "arrivals that complete a block's outputs: L2_N_TILES from each CTA",
+        ),
         Constant("EXPERTS_PER_WAVE", plan.experts_per_wave),
         Constant("PANEL_BLOCKS", PANEL_BLOCKS, "row blocks of an expert that are worked on together"),
         Constant("L1_RING_BLOCKS", plan.l1_ring_blocks, "blocks of pulled rows that there is room for"),

@@ -104,7 +104,8 @@ DEVICE float max_of_lanes(float value) {
 }
 
 // UE8M0 scale factor of a group whose largest magnitude is `amax`: the exponent, biased by 127, of the
-// smallest power of two that is not below amax / 448, 448 being the largest E4M3 value. 255 is NaN.
+// smallest power of two that is not below amax / 448, 448 being the largest E4M3 value. 255 is NaN. The floor
+// of 1e-10 keeps the factor of a group of zeros a normal number.
 DEVICE u32 scale_factor(float amax) {
     const u32 bits = __float_as_uint(__fdiv_rn(fmaxf(amax, 1e-10f), 448.0f));
     return min((bits >> 23) + ((bits & 0x7fffff) != 0 ? 1 : 0), 255u);

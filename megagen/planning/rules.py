@@ -32,9 +32,16 @@ def choose_experts_per_wave(
     for count in range(1, experts + 1):
         if experts % count == 0 and tiles * count / IMBALANCE >= workers:
             expected = f"{tiles * count:.0f} L1 tiles expected in a wave"
-            return count, f"{expected}, at least {IMBALANCE} for each of {workers} {unit}"
+            return count, f"{expected}, at least {IMBALANCE} for each of {workers} {unit}; divides {experts}"
     expected = f"{tiles * experts:.0f} L1 tiles in all"
     return experts, f"{expected}: less than {IMBALANCE} for each of {workers} {unit}, so one wave"
+
+
+def stage_limit(stages: int, most: int, stage_bytes: int) -> str:
+    """Why there are no more stages than these, the most that fit."""
+    if stages == most:
+        return f"{most} stages are the most that a plan takes"
+    return f"a stage takes {stage_bytes}, so one more does not fit"
 
 
 def choose_pull_bytes(contract: Contract, limit: int) -> tuple[int, str]:
@@ -46,7 +53,7 @@ def choose_pull_bytes(contract: Contract, limit: int) -> tuple[int, str]:
 
 
 def choose_combine_columns(contract: Contract, warps: int, tokens: int) -> tuple[int, str]:
-    """The most columns, of COMBINE_COLUMNS, that still give each of the grid's `warps` a unit."""
+    """The most columns, of COMBINE_COLUMNS, that still give each of the grid's combining `warps` a unit."""
     hidden = contract.shape.hidden
     sizes = [size for size in COMBINE_COLUMNS if hidden % size == 0 and (size >= 256 or hidden % 256)]
     columns = next((size for size in sizes if tokens * hidden // size >= warps), sizes[-1])
@@ -67,10 +74,14 @@ def choose_ring_blocks(contract: Contract, block_m: int, sms: int, pool_blocks: 
     """Room for what even routing brings at capacity, and some more; or for all that any routing can bring."""
     even = contract.max_tokens * contract.shape.top_k
     rows = math.ceil(RING_SLACK * even) + contract.local_experts * (block_m - 1)
-    blocks = max(ceil_div(rows, block_m), least_ring_blocks(contract, block_m, sms))
+    enough, least = ceil_div(rows, block_m), least_ring_blocks(contract, block_m, sms)
+    blocks = max(enough, least)
     if blocks >= pool_blocks:
         return pool_blocks, "all that any routing can bring"
-    return (
-        blocks,
-        f"{RING_SLACK:g} times the {even:,} rows of even routing; {pool_blocks} would take any routing",
+    held = (
+        f"{RING_SLACK:g} times the {even:,} rows of even routing, and {block_m - 1} of padding for each of "
+        f"{contract.local_experts} experts"
+        if enough >= least
+        else "the fewest with which nothing waits for ever"
     )
+    return blocks, f"{held}; {pool_blocks} would take any routing"

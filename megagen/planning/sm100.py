@@ -29,6 +29,7 @@ from megagen.planning.rules import (
     choose_experts_per_wave,
     choose_pull_bytes,
     choose_ring_blocks,
+    stage_limit,
 )
 from megagen.planning.workload import (
     TILE_COST_ROWS,
@@ -431,7 +432,11 @@ def choose_block_m(contract: Contract, tokens: int) -> tuple[int, str]:
         if likely <= block_m:
             return block_m, f"{expected}, {likely:.1f} with two standard deviations: one tile holds them"
     best = min(LADDER, key=lambda block_m: (padded_rows_cost(contract, tokens, block_m), -block_m))
-    return best, f"{expected}: least padding, if a tile costs as much as {TILE_COST_ROWS} rows more"
+    candidates = ", ".join(map(str, LADDER))
+    return best, (
+        f"{expected}: of {candidates}, the least padding, if a tile costs as much as {TILE_COST_ROWS} rows "
+        "more"
+    )
 
 
 def choose_stages(arch: Arch, contract: Contract, block_m: int, pull_bytes: int) -> tuple[int, str]:
@@ -440,7 +445,11 @@ def choose_stages(arch: Arch, contract: Contract, block_m: int, pull_bytes: int)
     for stages in range(MAX_STAGES, MIN_STAGES - 1, -1):
         size = cta_smem(contract, block_m, stages, pull_bytes).size
         if size <= limit:
-            return stages, f"{size} of {limit} bytes of shared memory; E2M1 takes a byte per value there"
+            more = cta_smem(contract, block_m, stages + 1, pull_bytes).size - size
+            return stages, (
+                f"{size} of {limit} bytes of shared memory, where E2M1 takes a byte per value; "
+                f"{stage_limit(stages, MAX_STAGES, more)}"
+            )
     fixed = cta_smem(contract, block_m, 0, pull_bytes).size
     raise PlanError(
         f"shared memory: {fixed} bytes of fixed regions leave no room for {MIN_STAGES} stages in {limit} "
@@ -455,7 +464,11 @@ def choose_roles(contract: Contract) -> tuple[tuple[Role, ...], str]:
     roles = (
         Role("dispatch", 0, DISPATCH_WARPS, dispatch, "waits for all ranks' routes, pulls tokens"),
         Role(
-            "load_tokens", 4, 1, load, "waits for rows, fills its CTA's half of them and their scale factors"
+            "load_tokens",
+            4,
+            1,
+            load,
+            "fills its CTA's half of the rows and all SFs; leader: waits for the rows first",
         ),
         Role("load_weights", 5, 1, load, "fills its CTA's 128 weight rows and their scale factors"),
         Role(
@@ -465,13 +478,13 @@ def choose_roles(contract: Contract) -> tuple[tuple[Role, ...], str]:
             load,
             "leader: scale factors to tensor memory, MMAs; follower: says what is full",
         ),
-        Role("combine", 7, 1, load, "signals finished tiles to token loaders and home ranks"),
+        Role("signal", 7, 1, load, "signals stored tiles to token loaders and home ranks"),
         Role(
             "epilogue",
             8,
             EPILOGUE_WARPS,
             epilogue,
-            "publishes routes; SwiGLU or bfloat16 home; combines the rest",
+            "publishes routes, pulls first rows; SwiGLU or bfloat16 home; combines",
         ),
     )
     granted = sum(role.registers * role.warps * 32 for role in roles)
@@ -495,7 +508,7 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
     pull_bytes, pull_reason = choose_pull_bytes(contract, MAX_PULL_BYTES)
     stages, stage_reason = choose_stages(arch, contract, block_m, pull_bytes)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens, sms_each=CLUSTER)
-    columns, columns_reason = choose_combine_columns(contract, sms * (EPILOGUE_WARPS + 1), tokens)
+    columns, columns_reason = choose_combine_columns(contract, sms * EPILOGUE_WARPS, tokens)
     ring, ring_reason = choose_ring_blocks(contract, block_m, arch.sms, pool_rows(contract) // block_m)
     roles, role_reason = choose_roles(contract)
     plan = Sm100Plan(
@@ -513,7 +526,11 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
     )
     plan.validate()
     tmem = " + ".join(str(region.columns) for region in plan.tmem)
-    padding = f"{LADDER[-1] - 1} rows of padding per expert, in multiples of {LADDER_MULTIPLE}"
+    most = f"min({contract.shape.top_k}, {contract.local_experts})"
+    rows = (
+        f"{contract.ranks} x {contract.max_tokens} tokens x {most} copies at most, and {LADDER[-1] - 1} rows "
+        f"of padding per expert, up to a multiple of {LADDER_MULTIPLE}, the LCM of all block_m"
+    )
     explained = {
         "block_m": (block_m, block_reason),
         "operand_order": (
@@ -530,7 +547,7 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
         "pull_bytes": (pull_bytes, pull_reason),
         "combine_columns": (columns, columns_reason),
         "l1_ring_blocks": (ring, ring_reason),
-        "pool_rows": (plan.pool_rows, f"{contract.max_received:,} copies at most, and {padding}"),
+        "pool_rows": (plan.pool_rows, rows),
         "roles": (" + ".join(f"{role.warps * 32} x {role.registers}" for role in roles), role_reason),
     }
     return replace(

@@ -23,6 +23,7 @@ from megagen.planning.rules import (
     choose_experts_per_wave,
     choose_pull_bytes,
     choose_ring_blocks,
+    stage_limit,
 )
 from megagen.planning.workload import likely_rows_per_expert, rows_per_expert
 
@@ -198,7 +199,11 @@ def choose_stages(
     for stages in range(MAX_STAGES, 1, -1):
         size = cta_smem(contract, order, block_m, stages, pull_bytes).size
         if size <= limit:
-            return stages, f"{size} of {limit} bytes of shared memory"
+            more = cta_smem(contract, order, block_m, stages + 1, pull_bytes).size - size
+            return (
+                stages,
+                f"{size} of {limit} bytes of shared memory; {stage_limit(stages, MAX_STAGES, more)}",
+            )
     fixed = cta_smem(contract, order, block_m, 0, pull_bytes).size
     raise PlanError(
         f"shared memory: {fixed} bytes of fixed regions leave no room for two stages in {limit} "
@@ -207,15 +212,15 @@ def choose_stages(
 
 
 def roles_sm90() -> tuple[tuple[Role, ...], str]:
-    """One warpgroup loads, dispatches and combines, two compute."""
+    """One warpgroup loads, dispatches and signals, two compute."""
     roles = (
         Role(
             "load_tokens", 0, 1, 56, "walks the schedule, waits for rows, fills the token side of the stages"
         ),
         Role("load_weights", 1, 1, 56, "fills the weight side of the stages"),
         Role("dispatch", 2, 1, 56, "waits for all ranks' routes, pulls tokens"),
-        Role("combine", 3, 1, 56, "signals finished tiles, combines tokens that are home"),
-        Role("math", 4, MATH_WARPS, 224, "publishes routes; WGMMA and epilogues; combines the rest"),
+        Role("signal", 3, 1, 56, "signals stored tiles to token loaders and home ranks"),
+        Role("math", 4, MATH_WARPS, 224, "publishes routes, pulls first rows; WGMMA and epilogues; combines"),
     )
     return (
         roles,
@@ -232,7 +237,7 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
     order, order_reason = choose_operand_order(block_m)
     pull_bytes, pull_reason = choose_pull_bytes(contract, MAX_PULL_BYTES)
     stages, stage_reason = choose_stages(arch, contract, order, block_m, pull_bytes)
-    columns, columns_reason = choose_combine_columns(contract, sms * (MATH_WARPS + 1), tokens)
+    columns, columns_reason = choose_combine_columns(contract, sms * MATH_WARPS, tokens)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens)
     roles, role_reason = roles_sm90()
     pool_blocks = pool_rows(contract, block_m) // block_m

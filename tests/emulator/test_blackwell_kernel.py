@@ -147,7 +147,7 @@ BROKEN = [
     ("return silu * up * routing_weight;", "return silu * up;", None, ""),
     ("INSTRUCTION + step * INSTRUCTION_SF_STEP", "INSTRUCTION", None, ""),
     ("!first_of_tile || step > 0", "step > 0", None, ""),
-    ("const u32 chunk = (cta * 4 + i % 4) ^ (row & 7);", "const u32 chunk = cta * 4 + i % 4;", None, ""),
+    ("(cta * L1_CHUNKS + i % L1_CHUNKS) ^ (row & 7);", "cta * L1_CHUNKS + i % L1_CHUNKS;", None, ""),
     ("    fence_acq_rel_cluster();\n    for", "    for", "DataRace", "tmem_copy_sf"),
     ("        tcgen05_commit(empty_barrier(smem, stage.index));\n", "", "Deadlock", "empty"),
     ("if (lane == 0) mbarrier_arrive_cluster_relaxed(map_to_cta(empty, LEADER));", "", "Deadlock", ""),
