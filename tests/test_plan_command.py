@@ -15,7 +15,7 @@ LAYER = ["plan", "--model", "flash8", "--ranks", "2", "--max-tokens", "1024"]
 
 def plan(arch: str, *options: str) -> str:
     arguments = [*LAYER, "--arch", arch, "--format", FORMAT_OF_ARCH[arch], *options]
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "260"})
     assert result.exit_code == 0, result.output
     return result.stdout
 
