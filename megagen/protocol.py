@@ -54,7 +54,6 @@ class TraceState(IntEnum):
     L2_LOOP = 9
     L2_EPILOGUE = 10
     SIGNAL = 11
-    COMBINE = 12
     COMBINE_REST = 13
     END = 14
 

@@ -25,7 +25,6 @@ _ARGUMENTS = {
     TraceState.L1_EPILOGUE: "weight tile",
     TraceState.L2_EPILOGUE: "weight tile",
     TraceState.SIGNAL: "pool block",
-    TraceState.COMBINE: "unit",
 }
 """What the argument of a state's record counts."""
 
