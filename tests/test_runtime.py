@@ -18,7 +18,7 @@ from megagen.contract import Contract
 from megagen.planning import PlanSet, make_plan
 from megagen.protocol import STATUS_FIELDS, Awaited, RoleId, params_fields, struct_offsets
 from megagen.runtime import driver, kernels, layer, local
-from megagen.runtime.arguments import ArgumentCheck, row_bytes
+from megagen.runtime.arguments import ArgumentCheck
 from megagen.runtime.layer import MegaMoE
 from megagen.runtime.params import ParamStruct
 from megagen.runtime.patience import wait_for_streams
@@ -60,6 +60,16 @@ def test_param_struct_words_and_pointer_name_the_same_memory() -> None:
     assert params.to_bytes()[offsets["num_tokens"]] == 43
 
 
+def test_a_writer_writes_what_single_fields_do() -> None:
+    fields = params_fields(2)
+    one_by_one, at_once = ParamStruct(fields), ParamStruct(fields)
+    values = {field.name: [1, -2] if field.count == 2 else 3 + at for at, field in enumerate(fields)}
+    for name, value in values.items():
+        one_by_one.set(name, value)
+    at_once.writer()(*[values[f.name] for f in fields[:-1]], *values["offsets"])
+    assert at_once.to_bytes() == one_by_one.to_bytes()
+
+
 def test_param_struct_refuses_wrong_size() -> None:
     with pytest.raises(ValueError, match="offsets takes 2 numbers, not 3"):
         ParamStruct(params_fields(2)).set("offsets", [0, 0, 0])
@@ -95,32 +105,37 @@ def test_quantize_kernel_compiles_clean() -> None:
 
 # Argument checks
 
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+
 
 @pytest.mark.parametrize("tokens", [0, 1, 64])
 def test_good_arguments_pass(tokens: int) -> None:
     check = ArgumentCheck(CONTRACT, CPU)
-    assert check.tokens(**good(tokens)) == tokens
-    assert check.tokens(**good(tokens, topk_ids=torch.zeros(tokens, 2, dtype=torch.int32))) == tokens
-    assert check.tokens(**good(tokens, topk_weights=torch.zeros(tokens, 2, dtype=torch.bfloat16))) == tokens
+    assert check.inputs(**good(tokens))[0] == tokens
+    assert check.inputs(**good(tokens, topk_ids=torch.zeros(tokens, 2, dtype=torch.int32)))[0] == tokens
+    assert check.inputs(**good(tokens, topk_weights=torch.zeros(tokens, 2, dtype=BF16)))[0] == tokens
     quantized = {"x": torch.zeros(tokens, 512).to(torch.float8_e4m3fn), "x_sf": torch.ones(tokens, 4)}
-    assert check.tokens(**good(tokens, **quantized)) == tokens
+    assert check.inputs(**good(tokens, **quantized))[0] == tokens
 
 
 def test_row_stride_of_a_slice_is_used() -> None:
     wide = torch.zeros(4, 1024, dtype=torch.bfloat16)[:, :512]
-    assert ArgumentCheck(CONTRACT, CPU).tokens(**good(x=wide)) == 4
-    assert row_bytes(wide) == 2048
+    narrow = torch.zeros(4, 1024).to(E4M3)[:, 512:]
+    for changes, stride in (({"x": wide}, 2048), ({"x": narrow, "x_sf": torch.ones(4, 4)}, 1024)):
+        arguments = good(**changes)
+        tokens, inputs = ArgumentCheck(CONTRACT, CPU).inputs(**arguments)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in arguments.values()]
+        assert (tokens, *inputs) == (4, *addresses, stride, True, False)
 
 
 def test_the_stride_of_a_single_row_does_not_matter() -> None:
     check = ArgumentCheck(CONTRACT, CPU)
     odd = torch.zeros(4, 513, dtype=torch.bfloat16)[:1, :512]
-    assert check.tokens(**good(1, x=odd)) == 1
+    assert check.inputs(**good(1, x=odd))[0] == 1
     with pytest.raises(errors.InputError, match="contiguous"):
-        check.tokens(**good(1, x=torch.zeros(1, 1024, dtype=torch.bfloat16)[:, ::2]))
+        check.inputs(**good(1, x=torch.zeros(1, 1024, dtype=torch.bfloat16)[:, ::2]))
 
 
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 BAD_ARGUMENTS = {
     "x dtype": ({"x": torch.zeros(4, 512)}, "x has dtype float32; convert it to bfloat16"),
     "x without sf": ({"x": torch.zeros(4, 512).to(E4M3)}, "no scale factors"),
@@ -155,19 +170,19 @@ BAD_ARGUMENTS = {
 def test_bad_arguments_are_named(case: str) -> None:
     changes, message = BAD_ARGUMENTS[case]
     with pytest.raises(errors.InputError, match=message):
-        ArgumentCheck(CONTRACT, CPU).tokens(**good(**changes))
+        ArgumentCheck(CONTRACT, CPU).inputs(**good(**changes))
 
 
 @pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights"])
 @pytest.mark.parametrize("value", [None, [[1.0]], torch.zeros(4, 512).numpy()], ids=["None", "list", "array"])
 def test_what_is_no_tensor_is_named(name: str, value: object) -> None:
     with pytest.raises(errors.InputError, match=f"{name} is a {type(value).__name__}"):
-        ArgumentCheck(CONTRACT, CPU).tokens(**good(**{name: value}))
+        ArgumentCheck(CONTRACT, CPU).inputs(**good(**{name: value}))
 
 
 def test_too_many_tokens() -> None:
     with pytest.raises(errors.InputError, match=r"65 tokens.*max_tokens=64"):
-        ArgumentCheck(CONTRACT, CPU).tokens(**good(65))
+        ArgumentCheck(CONTRACT, CPU).inputs(**good(65))
 
 
 def test_out_is_checked() -> None:
@@ -186,7 +201,7 @@ def test_out_is_checked() -> None:
 def test_scale_factors_and_out_must_be_tensors() -> None:
     check = ArgumentCheck(CONTRACT, CPU)
     with pytest.raises(errors.InputError, match="x's scale factors is a list"):
-        check.tokens(**good(x=torch.zeros(4, 512).to(E4M3), x_sf=[1.0]))
+        check.inputs(**good(x=torch.zeros(4, 512).to(E4M3), x_sf=[1.0]))
     with pytest.raises(errors.InputError, match="out is a list"):
         check.output([0.0], 4)
 
@@ -250,7 +265,7 @@ def test_dropped_ids_are_reported_once_each() -> None:
     status = block(dropped_ids=3)
     assert "dropped 3 ids" in str(status.take_error(0, 1.0))
     assert status.take_error(0, 1.0) is None
-    status.words[StatusBlock.DROPPED] = 5
+    status.words[STATUS_WORDS["dropped_ids"]] = 5
     assert "dropped 2 ids" in str(status.take_error(0, 1.0))
 
 

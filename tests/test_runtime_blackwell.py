@@ -125,9 +125,9 @@ def test_scale_factors_of_tokens_are_packed_words() -> None:
     check = ArgumentCheck(CONTRACT, CPU)
     x = torch.zeros(4, 512).to(torch.float8_e4m3fn)
     ids, weights = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, 2)
-    assert check.tokens(x, torch.zeros(4, 4, dtype=torch.int32), ids, weights) == 4
+    assert check.inputs(x, torch.zeros(4, 4, dtype=torch.int32), ids, weights)[0] == 4
     with pytest.raises(InputError, match="scale factors has dtype float32; convert it to int32"):
-        check.tokens(x, torch.ones(4, 4), ids, weights)
+        check.inputs(x, torch.ones(4, 4), ids, weights)
 
 
 @pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])

@@ -10,7 +10,6 @@ from megagen.planning import make_plan
 from megagen.protocol import STATUS_FIELDS, Awaited, RoleId
 from megagen.runtime import layer, symmetric
 from megagen.runtime.layer import MegaMoE
-from megagen.runtime.status import StatusBlock
 from megagen.runtime.symmetric import SymmBuffer
 from megagen.shape import MoEShape
 from megagen.weights import random_experts
@@ -131,7 +130,7 @@ def test_errors_stop_the_next_call_until_reset(moe: MegaMoE, fake: FakeDriver) -
     moe(*call_arguments(1))
     launched = len(fake.launches)
     moe.buffer.status.words[STATUS_WORDS["role"]] = RoleId.MATH
-    moe.buffer.status.words[StatusBlock.CODE] = Awaited.FULL_STAGE
+    moe.buffer.status.words[STATUS_WORDS["code"]] = Awaited.FULL_STAGE
     for act in (moe.check, lambda: moe(*call_arguments(1))):
         with pytest.raises(errors.MegaMoETimeout, match="pipeline stage"):
             act()

@@ -14,7 +14,7 @@ from megagen.compiler import CompiledKernel
 from megagen.errors import DeviceError
 from megagen.planning import KernelPlan
 from megagen.protocol import TRACE_CAPACITY, Field
-from megagen.runtime.arguments import row_bytes
+from megagen.runtime.arguments import RawInputs
 from megagen.runtime.driver import (
     Gpu,
     bindings,
@@ -136,35 +136,15 @@ class QuantizeLauncher(Launcher):
         super().__init__(kernel, QUANTIZE_FIELDS, buffer.gpu, threads=THREADS)
         self._hidden, self._sms = buffer.contract.shape.hidden, buffer.gpu.sms
         self._tokens = 0  # that the grid is for
-        self.params.set("symm", buffer.symm_address)
-        word = self.params.word
-        self._x, self._x_sf, self._row_bytes, self._ids, self._weights, self._count_pointer = (
-            word[name] for name in ("x", "x_sf", "row_bytes", "topk_ids", "topk_weights", "num_tokens_ptr")
-        )
-        self._count, self._wide_ids, self._bf16_weights = (
-            word[name] for name in ("num_tokens", "ids_are_int64", "weights_are_bf16")
-        )
+        self._symm = buffer.symm_address
+        self._write = self.params.writer()
 
-    def set_call(
-        self,
-        x: torch.Tensor,
-        x_sf: torch.Tensor | None,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        tokens: int,
-        count_pointer: int,
-    ) -> None:
-        """Parameters of the next launch; the tensors are checked."""
-        u64, u32 = self.params.u64, self.params.u32
-        u64[self._x] = x.data_ptr()
-        u64[self._x_sf] = 0 if x_sf is None else x_sf.data_ptr()
-        u64[self._row_bytes] = row_bytes(x)
-        u64[self._ids] = topk_ids.data_ptr()
-        u64[self._weights] = topk_weights.data_ptr()
-        u64[self._count_pointer] = count_pointer
-        u32[self._count] = tokens
-        u32[self._wide_ids] = topk_ids.dtype is torch.int64
-        u32[self._bf16_weights] = topk_weights.dtype is torch.bfloat16
+    def set_call(self, inputs: RawInputs, tokens: int, count_pointer: int) -> None:
+        """Parameters of the next launch, all in one step."""
+        x, x_sf, ids, weights, row_bytes, wide_ids, bf16_weights = inputs
+        self._write(
+            x, x_sf, row_bytes, ids, weights, self._symm, count_pointer, tokens, wide_ids, bf16_weights
+        )
         if tokens != self._tokens:
             self.config.gridDimX = quantize_ctas(self._hidden, tokens, self._sms)
             self._tokens = tokens

@@ -19,7 +19,6 @@ from megagen.runtime.driver import current_stream
 from megagen.runtime.kernels import bundle_kernels, check_forced_plan
 from megagen.runtime.launch import Launcher, MoELauncher, QuantizeLauncher
 from megagen.runtime.peers import agree_on, together
-from megagen.runtime.status import StatusBlock
 from megagen.runtime.symmetric import Inputs, SymmBuffer, host_limit
 from megagen.shape import MoEShape
 from megagen.weights import (
@@ -250,19 +249,15 @@ class MegaMoE:
         if not self._ready:
             self._make_ready()
         status = self.buffer.status
-        words = status.words
-        if (
-            words[StatusBlock.CODE]
-            or words[StatusBlock.ABORTED_BY]
-            or words[StatusBlock.DROPPED] != status.reported_drops
-        ):
+        if status.words.tobytes() != status.quiet:
             self._raise_pending()
         x_sf = None
         if isinstance(x, tuple):
             if len(x) != 2:
                 raise InputError(f"x is a tuple of {len(x)}; give a tensor or (values, scale factors)")
             x, x_sf = x
-        tokens, count_pointer = self._arguments.tokens(x, x_sf, topk_ids, topk_weights), 0
+        tokens, inputs = self._arguments.inputs(x, x_sf, topk_ids, topk_weights)
+        count_pointer = 0
         if out is None:
             out = self._like_output.new_empty(tokens, self._hidden)  # takes less time than torch.empty
         else:
@@ -271,11 +266,11 @@ class MegaMoE:
             tokens, count_pointer = self._arguments.count(num_tokens, tokens)
         launcher = self._launchers[bisect_left(self._limits, tokens)]
         launcher.set_call(out, tokens, count_pointer)
-        if not tokens or (x_sf is not None and self._in_place(x, x_sf, topk_ids, topk_weights)):
+        if not tokens or (x_sf is not None and inputs[:4] == self.buffer.input_addresses):  # no copy
             return out, (launcher,)
         quantize = self._quantize
         assert quantize is not None
-        quantize.set_call(x, x_sf, topk_ids, topk_weights, tokens, count_pointer)
+        quantize.set_call(inputs, tokens, count_pointer)
         return out, (quantize, launcher)
 
     def queue(self, launchers: tuple[Launcher, ...], stream: int) -> None:
@@ -321,10 +316,6 @@ class MegaMoE:
         if self._weights is None:
             raise InputError("the layer has no weights; call load_weights first")
         self.prepare()
-
-    def _in_place(self, *inputs: torch.Tensor) -> bool:
-        """Whether all inputs are the views that ``inputs`` gives."""
-        return tuple(tensor.data_ptr() for tensor in inputs) == self.buffer.input_addresses
 
     def _raise_pending(self) -> None:
         error = self.buffer.pending_error(self.timeout)

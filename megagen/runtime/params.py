@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
+from struct import Struct
 
 from megagen.protocol import CTYPE_BYTES, Field, struct_offsets
+
+_CODES = {"u32": "I", "u64": "Q", "i64": "q"}  # the struct module's
 
 
 class ParamStruct:
@@ -39,6 +44,11 @@ class ParamStruct:
         width = CTYPE_BYTES[field.ctype]
         packed = b"".join(n.to_bytes(width, "little", signed=field.ctype == "i64") for n in numbers)
         self._bytes[offset : offset + field.size] = packed
+
+    def writer(self) -> Callable[..., None]:
+        """A function that takes the values of all fields, numbers, in their order and writes them at once."""
+        codes = "".join(f"{field.count}{_CODES[field.ctype]}" for field in self._fields.values())
+        return partial(Struct(codes).pack_into, self._bytes, 0)
 
     def to_bytes(self) -> bytes:
         """The struct as the kernel will see it."""

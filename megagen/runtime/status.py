@@ -17,22 +17,20 @@ class StatusBlock:
 
     Attributes:
         address: what kernels are given.
-        words: the block; reading ``words[CODE]`` and the like costs next to nothing.
-        reported_drops: dropped ids that an exception has told of.
+        words: the block as numbers.
+        quiet: the block's bytes while it holds nothing that an exception has not told of.
     """
-
-    CODE, ABORTED_BY, DROPPED = _WORD["code"], _WORD["aborted_by"], _WORD["dropped_ids"]
 
     def __init__(self) -> None:
         pinned = torch.cuda.is_available()
         self._memory = torch.zeros(len(STATUS_FIELDS), dtype=torch.int32, pin_memory=pinned)
         self.address = self._memory.data_ptr()
         self.words = memoryview(self._memory.numpy().data).cast("B").cast("I")
-        self.reported_drops = 0
+        self._expect(dropped_ids=0)
 
     def clear(self) -> None:
         self._memory.zero_()
-        self.reported_drops = 0
+        self._expect(dropped_ids=0)
 
     def record(self) -> dict[str, int]:
         """Every field by its name."""
@@ -47,14 +45,20 @@ class StatusBlock:
             return failure(record, timeout_s)
         if record["aborted_by"]:
             return peer_aborted(rank, record["aborted_by"] - 1)
-        dropped = (record["dropped_ids"] - self.reported_drops) % (1 << 32)
+        dropped = (record["dropped_ids"] - self._reported_drops) % (1 << 32)
         if dropped:
-            self.reported_drops = record["dropped_ids"]
+            self._expect(record["dropped_ids"])
             return InputError(
                 f"topk_ids: rank {rank} dropped {dropped} ids that name no expert since the last report; "
                 "give -1 for no expert, or an expert of the shape"
             )
         return None
+
+    def _expect(self, dropped_ids: int) -> None:
+        """From now on this count of dropped ids, and nothing else, is no news."""
+        self._reported_drops = dropped_ids
+        values = [dropped_ids if name == "dropped_ids" else 0 for name in _WORD]
+        self.quiet = b"".join(value.to_bytes(4, "little") for value in values)
 
 
 def failure(record: Mapping[str, int], timeout_s: float) -> MegagenError:
