@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from megagen import compiler
 from megagen.compiler import CompiledKernel
 from megagen.errors import CacheError
@@ -39,7 +37,16 @@ def cache_dir() -> Path:
 
 def key_of(source: str, arch: str, name: str) -> str:
     """SHA-256 over all that decides what NVRTC makes: source, name, options, version and target."""
-    parts = [source, name, arch, *compiler.options_for(arch), compiler.nvrtc_version()]
+    return _digest(source, arch, name, compiler.nvrtc_version())
+
+
+def note_of(recipe: str, arch: str, name: str) -> str:
+    """As ``key_of`` the source that a recipe gives, with NVRTC's version as its package tells it."""
+    return _digest(recipe, arch, name, compiler.packaged_nvrtc())
+
+
+def _digest(text: str, arch: str, name: str, nvrtc: str) -> str:
+    parts = [text, name, arch, *compiler.options_for(arch), nvrtc]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -111,7 +118,7 @@ class KernelCache:
             recipe: identifies all that the source depends on, this megagen included (``recipe_of``).
             render: makes the source.
         """
-        note = self.directory / f"{key_of(recipe, arch, name)}{_NOTE_SUFFIX}"
+        note = self.directory / f"{note_of(recipe, arch, name)}{_NOTE_SUFFIX}"
         with contextlib.suppress(OSError):
             key = note.read_text()
             if kernel := self._loaded.get(key) or self._read_kernel(key):
@@ -119,6 +126,8 @@ class KernelCache:
                 return kernel
         source = render()
         kernel = self.load_or_compile(source, arch, name=name)
+        if not f"{compiler.packaged_nvrtc()}.".startswith(f"{compiler.nvrtc_version()}."):
+            return kernel  # this process has loaded another NVRTC than the package's
         try:
             write_atomically(note, key_of(source, arch, name).encode())
         except OSError as error:
@@ -202,6 +211,8 @@ class KernelCache:
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
+        from filelock import FileLock, Timeout  # here, since its import takes longer than finding a kernel
+
         path = f"{self._path(key)}.lock"
         lock = FileLock(path)
         try:
@@ -255,16 +266,16 @@ def _unpack(contents: bytes, key: str) -> tuple[CompiledKernel, str]:
     if not contents.startswith(_MAGIC):
         raise ValueError("not a kernel file of this version")
     body_at = len(_MAGIC) + _DIGEST_BYTES
-    body = contents[body_at:]
+    body = memoryview(contents)[body_at:]
     if contents[len(_MAGIC) : body_at] != hashlib.sha256(body).hexdigest().encode():
         raise ValueError("torn: its checksum does not fit")
-    header_line, _, data = body.partition(b"\n")
-    header = json.loads(header_line)
+    at = contents.index(b"\n", body_at) + 1
+    header = json.loads(contents[body_at:at])
     if header["key"] != key:
         raise ValueError(f"holds the kernel of another key, {header['key']}")
-    sections, at = {}, 0
+    sections = {}
     for section, size in zip(_SECTIONS, header["sizes"]):
-        sections[section] = data[at : at + size]
+        sections[section] = contents[at : at + size]
         at += size
     kernel = CompiledKernel.from_parts(
         header["kernel"], sections["cubin"], sections["ptx"].decode(), sections["log"].decode()

@@ -125,6 +125,22 @@ def nvrtc_version() -> str:
     return f"{major}.{minor}"
 
 
+@cache
+def packaged_nvrtc() -> str:
+    """Version of the installed NVRTC package, without the time that loading the library takes; where there is
+    no package, ``nvrtc_version()``.
+
+    Raises:
+        DeviceError: no package, and NVRTC can't be loaded.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("nvidia-cuda-nvrtc")
+    except PackageNotFoundError:
+        return nvrtc_version()
+
+
 def compile(source: str, arch: str, *, name: str, strict: bool = True) -> CompiledKernel:
     """Compile a source that holds exactly one ``__global__`` function.
 

@@ -71,6 +71,27 @@ def test_damaged_recipe_or_kernel_is_rendered_again(tmp_path, damaged):
     assert renderings and again.cubin == first.cubin
 
 
+def test_recipe_spares_loading_nvrtc(tmp_path, monkeypatch):
+    recipe = cache.recipe_of("plan")
+    first = KernelCache(tmp_path).load_or_render(recipe, lambda: SOURCE, ARCH, name=NAME)
+
+    def unwanted():
+        raise AssertionError("the library is not needed")
+
+    for function in ("nvrtc_version", "_nvrtc"):
+        monkeypatch.setattr(compiler, function, unwanted)
+    assert KernelCache(tmp_path).load_or_render(recipe, unwanted, ARCH, name=NAME) == first
+    monkeypatch.setattr(compiler, "packaged_nvrtc", lambda: "99.0.1")
+    with pytest.raises(AssertionError):
+        KernelCache(tmp_path).load_or_render(recipe, unwanted, ARCH, name=NAME)
+
+
+def test_kernels_of_another_nvrtc_than_the_package_get_no_recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiler, "packaged_nvrtc", lambda: f"{compiler.nvrtc_version()}1.5")
+    KernelCache(tmp_path).load_or_render(cache.recipe_of("plan"), lambda: SOURCE, ARCH, name=NAME)
+    assert list(tmp_path.glob("*.kernel")) and not list(tmp_path.glob("*.recipe"))
+
+
 def test_recipe_depends_on_the_code(monkeypatch):
     before = cache.recipe_of("plan")
     assert cache.recipe_of("plan") == before

@@ -10,7 +10,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -191,10 +191,13 @@ class KernelPlan(ABC):
         return f"{shape}-{self.arch}-ep{self.contract.ranks}-m{self.block_m}-{self.hash[:8]}"
 
     def _identity(self) -> dict[str, Any]:
-        values = {
-            k: v for k, v in asdict(self).items() if k not in ("contract", "choices", "expected_tokens")
+        reasons = ("choices", "expected_tokens")
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in reasons}
+        return {
+            **values,
+            "contract": self.contract.to_dict(),
+            "roles": [asdict(role) for role in self.roles],
         }
-        return {"contract": self.contract.to_dict(), **values}
 
     def to_json(self) -> str:
         """The plan with its reasons and its shared-memory map, as JSON."""
