@@ -813,58 +813,47 @@ DEVICE void send_counts(const Params& p, const u32* count, u32 launch, u32 threa
     if (thread < 32) release_to_all_ranks(p, launch + 1, thread);
 }
 
-// Few routes: this SM publishes them all, with slots straight from shared memory.
-DEVICE void publish_alone(const Params& p, u32* count, u32 pairs, u32 launch, u32 thread) {
-    for (u32 pair = thread; pair < pairs; pair += MATH_THREADS) {
+// One pass over this SM's routes, which counts them per expert. `note`: the tokens that are sent become
+// pending, and bad ids are noted. `send`: a route goes to its expert's rank, its slot what was counted before
+// it.
+DEVICE void publish_pass(const Params& p, u32* count, u32 pairs, u32 step, u32 bank, bool note, bool send,
+                         u32 thread) {
+    for (u32 pair = blockIdx.x * MATH_THREADS + thread; pair < pairs; pair += step) {
         const Route route = folded_route(p, pair);
         if (route.expert != NO_EXPERT) {
-            add_relaxed_sys(symm_words(p, SYMM_PENDING) + pair / TOP_K, 1);
-            send_route(p, launch & 1, route, atomicAdd(count + route.expert, 1), pair);
-        } else {
+            const u32 slot = atomicAdd(count + route.expert, 1);
+            if (note) add_relaxed_sys(symm_words(p, SYMM_PENDING) + pair / TOP_K, 1);
+            if (send) send_route(p, bank, route, slot, pair);
+        } else if (note) {
             note_dropped_id(p, route.id);
         }
     }
     named_barrier(BARRIER_MATH, MATH_THREADS);
-    send_counts(p, count, launch, thread);
 }
 
-// Each SM counts its share of the (token, k) pairs, claims slots for them, and writes each to its expert's
-// rank. The SM that comes last sends the counts.
-DEVICE void publish_share(const Params& p, u32 smem, u32* count, u32 pairs, u32 launch, u32 thread) {
-    const u32 first = blockIdx.x * MATH_THREADS + thread;
-    const u32 step = gridDim.x * MATH_THREADS;
-    u32* const send_count = local_words(p, LOCAL_SEND_COUNT);
-    for (u32 pair = first; pair < pairs; pair += step) {
-        const Route route = folded_route(p, pair);
-        if (route.expert != NO_EXPERT) {
-            atomicAdd(count + route.expert, 1);
-            add_relaxed_sys(symm_words(p, SYMM_PENDING) + pair / TOP_K, 1);
-        } else {
-            note_dropped_id(p, route.id);
-        }
-    }
-    named_barrier(BARRIER_MATH, MATH_THREADS);
+// Claims slots for what this SM has counted: from here on, an expert's count is its next slot.
+DEVICE void claim_slots(u32* send_count, u32* count, u32 thread) {
     for (u32 expert = thread; expert < EXPERTS; expert += MATH_THREADS) {
         const u32 own = count[expert];
         if (own != 0) count[expert] = fetch_add_relaxed_gpu(send_count + expert, own);
     }
     named_barrier(BARRIER_MATH, MATH_THREADS);
-    for (u32 pair = first; pair < pairs; pair += step) {
-        const Route route = folded_route(p, pair);
-        if (route.expert != NO_EXPERT) {
-            send_route(p, launch & 1, route, atomicAdd(count + route.expert, 1), pair);
-        }
-    }
-    named_barrier(BARRIER_MATH, MATH_THREADS);
+}
+
+// Whether this SM is the last of all to have published its routes.
+DEVICE bool published_last(const Params& p, u32 smem, u32 thread) {
     const u32 is_last = cta_flag(smem, CTA_FLAG_LAST);
     if (thread == 0) {
         const u32 earlier = fetch_add_acq_rel_gpu(local_words(p, LOCAL_LAUNCH) + LAUNCH_PUBLISHED, 1);
         store_shared_u32(is_last, earlier == gridDim.x - 1 ? 1 : 0);
     }
     named_barrier(BARRIER_MATH, MATH_THREADS);
-    if (load_shared_u32(is_last) != 0) send_counts(p, send_count, launch, thread);
+    return load_shared_u32(is_last) != 0;
 }
 
+// Each SM counts its share of the (token, k) pairs, claims slots for them, and writes each to its expert's
+// rank. The SM that comes last sends the counts. Few routes are all published by one SM, whose slots need no
+// claim: it takes the second pass only.
 DEVICE void publish(const Params& p, u32 smem, u32 thread) {
     const u32 launch = local_words(p, LOCAL_LAUNCH)[LAUNCH_NUMBER];
     const u32 tokens = token_count(p);
@@ -877,15 +866,18 @@ DEVICE void publish(const Params& p, u32 smem, u32 thread) {
     const u32 pairs = tokens * TOP_K;
     const bool alone = pairs <= LONE_PUBLISHER_ROUTES;
     if (alone && blockIdx.x != 0) return;
+    const u32 step = alone ? MATH_THREADS : gridDim.x * MATH_THREADS;
     // One u32 per expert; the staging area has no other use yet.
     u32* const count = shared_words(smem + SMEM_STAGING);
+    u32* const send_count = local_words(p, LOCAL_SEND_COUNT);
     for (u32 expert = thread; expert < EXPERTS; expert += MATH_THREADS) count[expert] = 0;
     named_barrier(BARRIER_MATH, MATH_THREADS);
-    if (alone) {
-        publish_alone(p, count, pairs, launch, thread);
-    } else {
-        publish_share(p, smem, count, pairs, launch, thread);
+#pragma unroll 1
+    for (u32 pass = alone ? 1 : 0; pass < 2; ++pass) {
+        publish_pass(p, count, pairs, step, launch & 1, alone || pass == 0, pass == 1, thread);
+        if (pass == 0) claim_slots(send_count, count, thread);
     }
+    if (alone || published_last(p, smem, thread)) send_counts(p, alone ? count : send_count, launch, thread);
 }
 
 // ---------------------------------------------------------------- dispatch role
