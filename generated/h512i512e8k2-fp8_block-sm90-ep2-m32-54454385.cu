@@ -676,6 +676,17 @@ DEVICE bool wait_for_all_ranks(const Params& p, u32 sequence, u32 lane) {
     return __all_sync(FULL_WARP, arrived);
 }
 
+// The math warps: whether this SM is the last of all to come here; `counter` is a word of the launch.
+DEVICE bool comes_last(const Params& p, u32 smem, u32 counter, u32 thread) {
+    const u32 is_last = cta_flag(smem, CTA_FLAG_LAST);
+    if (thread == 0) {
+        const u32 earlier = fetch_add_acq_rel_gpu(local_words(p, LOCAL_LAUNCH) + counter, 1);
+        store_shared_u32(is_last, earlier == gridDim.x - 1 ? 1 : 0);
+    }
+    named_barrier(BARRIER_MATH, MATH_THREADS);
+    return load_shared_u32(is_last) != 0;
+}
+
 // ---------------------------------------------------------------- schedule
 // Waves of EXPERTS_PER_WAVE experts: first the L1 tiles of all of them, then their L2 tiles. A segment is one
 // expert's tiles of one phase, panel by panel of PANEL_BLOCKS row blocks; inside a panel M runs first, so
@@ -840,17 +851,6 @@ DEVICE void claim_slots(u32* send_count, u32* count, u32 thread) {
     named_barrier(BARRIER_MATH, MATH_THREADS);
 }
 
-// Whether this SM is the last of all to have published its routes.
-DEVICE bool published_last(const Params& p, u32 smem, u32 thread) {
-    const u32 is_last = cta_flag(smem, CTA_FLAG_LAST);
-    if (thread == 0) {
-        const u32 earlier = fetch_add_acq_rel_gpu(local_words(p, LOCAL_LAUNCH) + LAUNCH_PUBLISHED, 1);
-        store_shared_u32(is_last, earlier == gridDim.x - 1 ? 1 : 0);
-    }
-    named_barrier(BARRIER_MATH, MATH_THREADS);
-    return load_shared_u32(is_last) != 0;
-}
-
 // Each SM counts its share of the (token, k) pairs, claims slots for them, and writes each to its expert's
 // rank. The SM that comes last sends the counts. Few routes are all published by one SM, whose slots need no
 // claim: it takes the second pass only.
@@ -877,7 +877,8 @@ DEVICE void publish(const Params& p, u32 smem, u32 thread) {
         publish_pass(p, count, pairs, step, launch & 1, alone || pass == 0, pass == 1, thread);
         if (pass == 0) claim_slots(send_count, count, thread);
     }
-    if (alone || published_last(p, smem, thread)) send_counts(p, alone ? count : send_count, launch, thread);
+    if (!alone && !comes_last(p, smem, LAUNCH_PUBLISHED, thread)) return;
+    send_counts(p, alone ? count : send_count, launch, thread);
 }
 
 // ---------------------------------------------------------------- dispatch role
@@ -1117,35 +1118,37 @@ DEVICE void finish_row(const Params& p, u32 smem, u32 buffer, u32 transfers, con
 }
 
 // Pulls the rows after the first ones, in expert order, dealt out over the SMs.
-// One row travels while the one before is stored.
+// One row travels while the one before is stored; a round after the last expert stores the last row.
 DEVICE void pull_rows(const Params& p, u32 smem, const u32* recv_count, u32 bank, u32 lane) {
     RowInFlight previous;
     RowInFlight current;
     u32 transfers = 0;
     u32 row = gridDim.x * MATH_WARPS + blockIdx.x;  // counted from the current expert's first row
 #pragma unroll 1
-    for (u32 expert = 0; expert < LOCAL_EXPERTS; ++expert) {
-        const u32 count = rows_of_expert(smem, expert);
+    for (u32 expert = 0; expert <= LOCAL_EXPERTS; ++expert) {
+        const bool rest = expert == LOCAL_EXPERTS;
+        const u32 count = rest ? row + 1 : rows_of_expert(smem, expert);
         if (row >= count) {
             row -= count;
             continue;
         }
-        const u32 first_row = first_block_of_expert(smem, expert) * BLOCK_M;
         u32 sent[RANKS_PER_LANE];
-        load_sent(recv_count, expert, sent, lane);
+        const u32 first_row = rest ? 0 : first_block_of_expert(smem, expert) * BLOCK_M;
+        if (!rest) load_sent(recv_count, expert, sent, lane);
 #pragma unroll 1
         for (; row < count; row += gridDim.x) {
-            const RowOrigin origin = origin_of(p, bank, expert, peel(sent, row));
-            current.pool_row = first_row + row;
             const u32 buffer = transfers % 2;
-            start_row(p, smem, buffer, origin, current, lane);
+            if (!rest) {
+                const RowOrigin origin = origin_of(p, bank, expert, peel(sent, row));
+                current.pool_row = first_row + row;
+                start_row(p, smem, buffer, origin, current, lane);
+            }
             if (transfers > 0) finish_row(p, smem, buffer ^ 1, transfers, previous, lane);
             previous = current;
             ++transfers;
         }
         row -= count;
     }
-    if (transfers > 0) finish_row(p, smem, (transfers - 1) % 2, transfers, previous, lane);
 }
 
 DEVICE void dispatch_role(const Params& p, u32 smem, u32 lane) {
@@ -1724,12 +1727,7 @@ DEVICE void finish(const Params& p, u32 smem, u32 thread) {
         }
         return;
     }
-    if (thread == 0) {
-        const u32 earlier = fetch_add_acq_rel_gpu(local_words(p, LOCAL_LAUNCH) + LAUNCH_FINISHED, 1);
-        store_shared_u32(cta_flag(smem, CTA_FLAG_LAST), earlier == gridDim.x - 1 ? 1 : 0);
-    }
-    named_barrier(BARRIER_MATH, MATH_THREADS);
-    if (load_shared_u32(cta_flag(smem, CTA_FLAG_LAST)) != 0) clean_up(p, smem, thread);
+    if (comes_last(p, smem, LAUNCH_FINISHED, thread)) clean_up(p, smem, thread);
 }
 
 // ---------------------------------------------------------------- kernel
