@@ -37,6 +37,7 @@ ENTRY = "megamoe"
 QUANTIZE_ENTRY = "quantize_inputs"
 MAX_COLUMNS = 110
 POLL_NS = 200
+PREFETCH_PAUSE_NS = 600  # at 132 SMs somewhat less than HBM delivers
 DRAIN_NS = 50_000  # far above the time that an issued bulk copy takes to land
 
 
@@ -128,6 +129,7 @@ def _sm90_context(plan: KernelPlan) -> dict[str, Any]:
         "sf_type": "float",
         "sf_zero": "0.0f",
         "sf_place": "pool_row % BLOCK_M * sizeof(float)",
+        "row_image": "TOKEN_STAGE_BYTES",
         "wait_scope": "",
         "l1_stores_of_block": "L1_N_TILES",
         "l2_stores_of_block": "L2_N_TILES",
@@ -283,10 +285,7 @@ def _sm90_tiles(plan: Sm90Plan) -> tuple[Constant, ...]:
         Constant("STAGES", plan.stages, "stages of the load pipeline"),
         Constant("WEIGHT_STAGE_BYTES", plan.weight_stage_bytes),
         Constant("TOKEN_TILE_BYTES", plan.token_tile_bytes, "a K block of BLOCK_M rows, then their SFs"),
-        Constant(
-            "TOKEN_STAGE_BYTES", plan.smem["token_stages"].shape[1], "a token tile, aligned for the swizzle"
-        ),
-        Constant("ROW_IMAGE_BYTES", plan.block_m * BLOCK_K, "the rows of a token tile, without their SFs"),
+        Constant("TOKEN_STAGE_BYTES", plan.block_m * BLOCK_K, "the rows of a token tile, without their SFs"),
         Constant("WARP_STAGING_BYTES", WARP_STAGING_BYTES, "16 rows of 128 bytes"),
         Constant("TILE_SLOTS", TILE_SLOTS, "tile tasks between the token loader and the math role"),
         Constant("ORDER_SLOTS", ORDER_SLOTS, "tile numbers between the weight loader and the token loader"),
@@ -295,6 +294,10 @@ def _sm90_tiles(plan: Sm90Plan) -> tuple[Constant, ...]:
         Constant("EXPERTS_PER_WAVE", plan.experts_per_wave),
         Constant("PANEL_BLOCKS", PANEL_BLOCKS, "row blocks of an expert that are worked on together"),
         Constant("L1_RING_BLOCKS", plan.l1_ring_blocks, "blocks of pulled rows that there is room for"),
+        Constant(
+            "PREFETCHED_BLOCKS", plan.prefetched_blocks, "K blocks of weights fetched to L2 at the start"
+        ),
+        Constant("PREFETCH_PAUSE_NS", PREFETCH_PAUSE_NS, "ns between two of them"),
     )
 
 
@@ -330,6 +333,7 @@ def _sm90_threads(plan: Sm90Plan) -> tuple[Constant, ...]:
         Constant("THREADS", plan.threads),
         Constant("FULL_WARP", "~0u"),
         Constant("LOAD_TOKENS_WARP", roles["load_tokens"].first_warp),
+        Constant("LOAD_WEIGHTS_WARP", roles["load_weights"].first_warp),
         Constant("DISPATCH_WARP", roles["dispatch"].first_warp),
         Constant("SIGNAL_WARP", roles["signal"].first_warp),
         Constant("FIRST_MATH_WARP", roles["math"].first_warp),

@@ -63,6 +63,7 @@ def sm100_context(plan: Sm100Plan) -> dict[str, Any]:
         "sf_type": "u32",
         "sf_zero": "0",
         "sf_place": "sf_offset(pool_row % BLOCK_M)",
+        "row_image": "ROW_IMAGE_BYTES",
         "wait_scope": ".acquire.cluster",
         "l1_stores_of_block": "L1_STORES",
         "l2_stores_of_block": "L2_STORES",

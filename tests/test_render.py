@@ -16,7 +16,7 @@ from megagen.render import render, render_quantize
 from megagen.shape import MoEShape
 
 MAX_COLUMNS = 110
-MAX_LINES = {"sm90": 1870, "sm100": 2260, "sm103": 2260}  # of a kernel; with a trace up to 60 more
+MAX_LINES = {"sm90": 1880, "sm100": 2260, "sm103": 2260}  # of a kernel; with a trace up to 60 more
 SHAPES = {
     "flash8": MoEShape.preset("flash8", 2),
     "micro": MoEShape.preset("micro", 2),  # hidden % 256 == 128

@@ -385,6 +385,7 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("amax", "f32", (STORE_BUFFERS, EPILOGUE_WARPS, store_rows), 16),
         ("expert_count", "u32", (experts,), 16),
         ("expert_block", "u32", (experts,), 16),
+        ("sent", "u32", (contract.ranks, experts), 16),
         ("tile_tasks", "u32", (TILE_SLOTS, 4), 16),
         ("order", "u32", (ORDER_SLOTS, 4), 16),
         ("full", "u64", (stages,), 8),

@@ -34,7 +34,7 @@ WARP_STAGING_BYTES = 16 * 128  # 16 rows of 128 bytes
 LADDER = (16, 32, 64, 128)  # BLOCK_M values of sm90
 LARGEST_BLOCK_M = LADDER[-1]
 SMALLEST_BLOCK_M = LADDER[0]
-MAX_STAGES = 8  # enough: 8 stages of 40 KiB hide 10 us of latency at an SM's share of HBM bandwidth
+MAX_STAGES = 4  # 128 KiB of weights on their way to each SM: more would only wait in the queues of HBM
 MAX_PULL_BYTES = 7168  # two row buffers of this size leave room for the stages
 
 
@@ -79,10 +79,10 @@ class Sm90Plan(KernelPlan):
             )
         if self.block_m not in LADDER:
             raise PlanError(f"block_m={self.block_m} is none of {LADDER}")
-        if (self.operand_order == "tokens_on_m") != (self.block_m == 128):
+        if (self.operand_order == "tokens_on_m") != (self.block_m in (64, 128)):
             raise PlanError(
                 f"operand_order={self.operand_order!r} with block_m={self.block_m}: tokens_on_m tiles "
-                "have 128 rows (64 per math warpgroup), tokens_on_n tiles 16, 32 or 64"
+                "have 64 or 128 rows (64 per math warpgroup), tokens_on_n tiles 16 or 32"
             )
 
 
@@ -118,13 +118,15 @@ def cta_smem(
     inverse_sf = () if on_m else (("inverse_sf", "f32", (block_m,), 16),)
     return smem_layout(
         ("weight_stages", "u8", (stages, BLOCK_N * BLOCK_K), 1024),
-        ("token_stages", "u8", (stages, align_up(token_tile_bytes(block_m), 1024)), 1024),
+        ("token_stages", "u8", (stages, block_m * BLOCK_K), 1024),
+        ("token_sf", "f32", (stages, block_m), 16),
         ("staging", "u8", (staging,), 128),
         ("pull", "u8", (PULL_BUFFERS, pull_bytes), 128),
         ("amax", "f32", (MATH_WARPS, amax_rows), 16),
         *inverse_sf,
         ("expert_count", "u32", (experts,), 16),
         ("expert_block", "u32", (experts,), 16),
+        ("sent", "u32", (contract.ranks, experts), 16),
         ("tile_tasks", "u32", (TILE_SLOTS, 4), 16),
         ("full", "u64", (stages,), 8),
         ("empty", "u64", (stages,), 8),
@@ -186,9 +188,12 @@ def choose_block_m(contract: Contract, tokens: int) -> tuple[int, str]:
 
 def choose_operand_order(block_m: int) -> tuple[OperandOrder, str]:
     """Tokens on N below 128 rows, where WGMMA's M = 64 would pad; from 128 on, each warpgroup gets 64."""
-    if block_m < 128:
+    if block_m not in (64, 128):
         return "tokens_on_n", f"WGMMA's N goes in steps of 8, so {block_m} token rows need no padding to 64"
-    return "tokens_on_m", "scales of 2 rows per thread instead of 32 columns; an SF group lies in one warp"
+    return (
+        "tokens_on_m",
+        "scales of 2 rows per thread instead of many columns; an SF group lies in one warp or two",
+    )
 
 
 def choose_stages(
@@ -209,6 +214,14 @@ def choose_stages(
         f"shared memory: {fixed} bytes of fixed regions leave no room for two stages in {limit} "
         f"({contract.local_experts} of {contract.shape.experts} experts); spread the experts over more ranks"
     )
+
+
+def choose_prefetched_blocks(contract: Contract, block_m: int) -> tuple[int, str]:
+    """What HBM delivers to an SM until the routes of all ranks are known."""
+    if block_m > 32:
+        return 0, "weights are not all that the time depends on"
+    blocks = min(5 if contract.ranks > 1 else 2, contract.shape.hidden // BLOCK_K)
+    return blocks, f"of weights arrive until the routes of {contract.ranks} ranks are known"
 
 
 def roles_sm90() -> tuple[tuple[Role, ...], str]:
@@ -241,6 +254,7 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens)
     roles, role_reason = roles_sm90()
     pool_blocks = pool_rows(contract, block_m) // block_m
+    prefetched, prefetch_reason = choose_prefetched_blocks(contract, block_m)
     ring, ring_reason = choose_ring_blocks(contract, block_m, arch.sms, pool_blocks)
     plan = Sm90Plan(
         contract=contract,
@@ -254,12 +268,14 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
         expected_tokens=tokens,
         l1_ring_blocks=ring,
         combine_columns=columns,
+        prefetched_blocks=prefetched,
         choices=(
             Choice("block_m", str(block_m), block_reason),
             Choice("operand_order", order, order_reason),
             Choice("stages", str(stages), stage_reason),
             Choice("combine_columns", str(columns), columns_reason),
             Choice("experts_per_wave", str(wave), wave_reason),
+            Choice("prefetched_blocks", str(prefetched), prefetch_reason),
             Choice("pull_bytes", str(pull_bytes), pull_reason),
             Choice("l1_ring_blocks", str(ring), ring_reason),
             Choice("roles", " + ".join(f"{r.warps * 32} x {r.registers}" for r in roles), role_reason),
