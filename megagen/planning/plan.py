@@ -76,8 +76,8 @@ class KernelPlan(ABC):
     pipeline. `experts_per_wave`: experts whose L1 tiles precede their L2 tiles. `pull_bytes`: piece of a
     token row that a dispatch warp copies at a time. `l1_ring_blocks`: blocks of pulled token rows that there
     is room for; if more may come, it is a ring. `combine_columns`: columns of one token that a warp combines
-    at a time. `lone_publisher_routes`: up to so many routes of a rank, one SM publishes them all. `prefetched_blocks`:
-    K blocks of weights that each SM fetches to L2 before it knows its first tile.
+    at a time. `lone_publisher_routes`: up to so many routes of a rank, one SM publishes them all.
+    `prefetched_blocks`: K blocks of weights that each SM fetches to L2 before it knows its first tile.
     `trace`: the kernel records what each warp does.
     """
 
