@@ -11,12 +11,12 @@
 //
 // Why this plan:
 //   block_m           128: 128.0 rows per expert expected: the largest tile reuses weights most
-//   operand_order     tokens_on_m: scales of 2 rows per thread instead of many columns; an SF group lies in
-//                     one warp or two
+//   operand_order     tokens_on_m: a thread scales 2 token rows instead of many; an SF group lies in one or
+//                     two warps
 //   stages            4: 216704 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
 //   combine_columns   256: 512 units for 1056 warps
 //   experts_per_wave  4: 16 L1 tiles in all: less than 2 for each of 132 SMs, so one wave
-//   prefetched_blocks  0: weights are not all that the time depends on
+//   prefetched_blocks  0: with this many rows other things than the first weights take the time
 //   pull_bytes        512: a row of 512 bytes in 1 piece
 //   l1_ring_blocks    12: all that any routing can bring
 //   roles             32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224 =

@@ -16,7 +16,7 @@
 //   stages            4: 158720 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
 //   combine_columns   256: 64 units for 1056 warps
 //   experts_per_wave  4: 16 L1 tiles in all: less than 2 for each of 132 SMs, so one wave
-//   prefetched_blocks  4: of weights arrive until the routes of 2 ranks are known
+//   prefetched_blocks  4: come to L2 until the routes of all ranks are known
 //   pull_bytes        512: a row of 512 bytes in 1 piece
 //   l1_ring_blocks    36: all that any routing can bring
 //   roles             32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224 =

@@ -187,13 +187,13 @@ def choose_block_m(contract: Contract, tokens: int) -> tuple[int, str]:
 
 
 def choose_operand_order(block_m: int) -> tuple[OperandOrder, str]:
-    """Tokens on N below 128 rows, where WGMMA's M = 64 would pad; from 128 on, each warpgroup gets 64."""
-    if block_m not in (64, 128):
+    """Tokens on N below 64 rows, which is WGMMA's M.
+
+    Not above: narrow WGMMAs and the scales of many tokens would take more than shared memory delivers.
+    """
+    if block_m < 64:
         return "tokens_on_n", f"WGMMA's N goes in steps of 8, so {block_m} token rows need no padding to 64"
-    return (
-        "tokens_on_m",
-        "scales of 2 rows per thread instead of many columns; an SF group lies in one warp or two",
-    )
+    return "tokens_on_m", "a thread scales 2 token rows instead of many; an SF group lies in one or two warps"
 
 
 def choose_stages(
@@ -217,11 +217,11 @@ def choose_stages(
 
 
 def choose_prefetched_blocks(contract: Contract, block_m: int) -> tuple[int, str]:
-    """What HBM delivers to an SM until the routes of all ranks are known."""
+    """About what HBM delivers to an SM until the routes of all ranks are known."""
     if block_m > 32:
-        return 0, "weights are not all that the time depends on"
+        return 0, "with this many rows other things than the first weights take the time"
     blocks = min(5 if contract.ranks > 1 else 2, contract.shape.hidden // BLOCK_K)
-    return blocks, f"of weights arrive until the routes of {contract.ranks} ranks are known"
+    return blocks, "come to L2 until the routes of all ranks are known"
 
 
 def roles_sm90() -> tuple[tuple[Role, ...], str]:
