@@ -556,7 +556,7 @@ struct Exec {
   Accessor accessor(int lane, uint32_t flags) const;
   Accessor accessor(int lane, Order order, Scope scope, bool atomic = false) const;
   const Clock& clock_of(int lane) const;
-  /// Notes accesses to another CTA's shared memory. Of an arrive: the mbarrier's offset, the phase it counts in.
+  /// Notes accesses to another CTA's shared memory; of an arrive, the mbarrier's offset and the phase.
   void visit(const Region& region, Mask lanes, uint32_t mbarrier = 0, uint64_t phase = 0) const;
   /// What lanes publish when they release; everything they did so far.
   Clock publish(Mask lanes) const;
