@@ -215,6 +215,20 @@ def test_commits_to_other_ctas():
         in_cluster(f"if (t == 0) {{ {COMMIT_ALL.replace('MASK', '0b1001')} }}")
 
 
+def test_commits_to_other_ctas_are_waited_for_there():
+    """A wait on what the same thread commits later doesn't say that this one has arrived."""
+    both = (
+        "if (t == 0) init(&late, 1); cluster_sync(); if (t == 0 && !cta) { TO_DONE TO_LATE } wait(&late, 0);"
+    )
+    both = both.replace("TO_DONE", COMMIT_ALL.replace("MASK", "0b11"))
+    both = both.replace("TO_LATE", COMMIT_ALL.replace("MASK", "0b11").replace("&done", "&late"))
+    for seed in range(4):
+        in_cluster("__shared__ u64 late; " + both + " wait(&done, 0);", seed=seed)
+        in_cluster("__shared__ u64 late; " + both + " if (cta == 1 && t == 40) wait(&done, 0);", seed=seed)
+        with pytest.raises(MemoryFault, match=r"waited for another CTA's tcgen05\.commit .*phase 1"):
+            in_cluster("__shared__ u64 late; " + both, seed=seed)
+
+
 def test_a_relaxed_cluster_barrier_orders_tensor_memory():
     """Execution order is enough for tcgen05 operations, with their fences around it. Warps 0 and 4 have one quarter."""
     store, load = (

@@ -76,6 +76,7 @@ extern "C" __global__ void k(const __grid_constant__ Map a, const __grid_constan
         u32 r[8]; ld8(tm + (warp * 32 << 16) + c, r); WAIT_LD
         for (u32 e = 0; e < 8; ++e) out[(cta * 128 + t) * N + c + e] = __uint_as_float(r[e]);
     }
+    LAST_WAITS
     BEFORE_FREE
     if (warp == 0) { DEALLOC }
 }
@@ -91,6 +92,7 @@ STEPS = {
     "DONE_WAIT": "wait(&done, 0);",
     "AFTER": "after();",
     "WAIT_LD": "wait_ld();",
+    "LAST_WAITS": "for (u32 s = 0; s < STAGES; ++s) wait(&empty[s], (BLOCKS - 1 - s) / STAGES & 1);",
     "BEFORE_FREE": "cluster_sync();",
     "DEALLOC": "dealloc2(tm, 128);",
 }
@@ -165,6 +167,7 @@ def test_whatever_the_interleaving(seed):
         ({"STAGE_COMMIT": "commit2(&empty[s], 1);"}, Deadlock, r"waits for phase parity"),
         ({"DONE_COMMIT": ""}, Deadlock, r"waits for phase parity"),
         ({"DONE_COMMIT": "commit2(&done, 2);"}, Deadlock, r"waits for phase parity"),
+        ({"LAST_WAITS": ""}, MemoryFault, r"none of its threads has waited for another CTA's tcgen05\.commit"),
         ({"BEFORE_FREE": ""}, DataRace, r"dealloc.* isn't ordered after .*tcgen05\.ld"),
         ({"DEALLOC": ""}, MemoryFault, r"without a tcgen05\.dealloc"),
         ({"DEALLOC": "if (cta == 0) dealloc2(tm, 128);"}, (MemoryFault, Deadlock), r"without a tcgen05\.dealloc|peer"),

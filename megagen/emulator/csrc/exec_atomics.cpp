@@ -103,6 +103,7 @@ void atomic(Exec& x, const Instr& i) {
     if (!p.region) fail(ErrorKind::MemoryFault, "an atomic operation on local memory");
     require_writable(p, bytes);
     x.m.history.write(*p.region, p.offset, bytes, x.accessor(l, i.order, i.scope, true));
+    x.visit(*p.region, 1u << l);
     auto& variables = x.m.history.variables;
     const auto found = variables.find(p.canonical());
     if (found != variables.end()) x.acquire_from(found->second, 1u << l, i.scope, acquires);
@@ -162,6 +163,7 @@ void atomic128(Exec& x, const Instr& i) {
     if (!p.region) fail(ErrorKind::MemoryFault, "an atomic operation on local memory");
     require_writable(p, 16);
     x.m.history.write(*p.region, p.offset, 16, x.accessor(l, i.order, i.scope, true));
+    x.visit(*p.region, 1u << l);
     auto& variable = x.m.history.variables[p.canonical()];
     x.acquire_from(variable, 1u << l, i.scope, i.order == Order::Acquire || i.order == Order::AcqRel);
     x.release_to(variable, 1u << l, i.scope, false, i.order == Order::Release || i.order == Order::AcqRel);

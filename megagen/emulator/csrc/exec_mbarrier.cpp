@@ -131,6 +131,7 @@ enum : uint16_t { kRelaxed = 1, kDrop = 2, kNoComplete = 4 };
 /// passes on the order of tcgen05 operations only.
 void release_into(const Exec& x, const Instr& i, Mbarrier& b, Mask lanes) {
   const bool relaxed = i.flags & kRelaxed;
+  x.visit(*b.region, lanes, b.offset, b.phase + 1);
   x.release_to(b.arriving, lanes, i.scope, false, !relaxed);
   if (relaxed) b.arriving.add(i.scope, x.w.agent, tensor_order_of(x.publish(lanes)));
 }
@@ -227,7 +228,10 @@ void wait(Exec& x, const Instr& i) {
           << l;
     }
     complete |= done;
-    if (done) x.acquire_from(b.done, done, i.scope, !(i.flags & kRelaxed));
+    if (done) {
+      x.acquire_from(b.done, done, i.scope, !(i.flags & kRelaxed));
+      b.awaited = b.phase;
+    }
     if (done != lanes) open.push_back(&b);
   }
   if ((i.flags & kTry) && !complete && !x.f->give_up && x.m.random.below(16) != 0) {

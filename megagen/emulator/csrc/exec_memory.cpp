@@ -66,6 +66,7 @@ void load(Exec& x, const Instr& i) {
     const LanePlace p = lane_place(x, i.space, x.address_of(i, 1, l), bytes, l, bytes);
     if (p.region && !p.region->read_only) {
       x.m.history.read(*p.region, p.offset, bytes, x.accessor(l, i.order, i.scope));
+      x.visit(*p.region, 1u << l);
       if (strong) {
         if (p.canonical() != place) {
           acquire_pending(x, i, place, readers);
@@ -141,6 +142,7 @@ void store(Exec& x, const Instr& i) {
     seen = true;
     const bool over_strong = !strong && (p.region->cells[p.offset / 4].write & kStrong);
     x.m.history.write(*p.region, p.offset, bytes, x.accessor(l, i.order, i.scope));
+    x.visit(*p.region, 1u << l);
     if (strong) {
       if (i.order == Order::Release || !x.w.fences.empty()) {
         x.release_to(x.m.history.variables[p.canonical()], 1u << l, scope, true, i.order == Order::Release);

@@ -353,7 +353,11 @@ void commit(Exec& x, const Instr& i) {
       earlier->next.push_back(op);
       ++op->waits;
     }
-    op->run = [p, released](TensorOp& o) { mbarrier_arrive(*o.m, mbarrier_at(p), released); };
+    op->run = [p, released](TensorOp& o) {
+      Mbarrier& b = mbarrier_at(p);
+      if (p.region->cta != o.warp->cta) b.committed = b.phase + 1;
+      mbarrier_arrive(*o.m, b, released);
+    };
     issue_tensor_op(std::move(op));
   }
   x.note_change();

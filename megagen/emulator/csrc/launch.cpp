@@ -332,6 +332,33 @@ void Warp::release_memory() {
           clocks, fences);
 }
 
+/// A CTA's shared memory ends with it. Only a wait says that another CTA's tcgen05.commit has arrived: it is
+/// asynchronous, and the ISA lists no order of its arrivals with those of a later one.
+void require_visits_over(const Cta& cta) {
+  if (!cta.machine->history.enabled) return;
+  const auto& mbarriers = cta.shared->mbarriers;
+  for (const auto& [offset, b] : mbarriers) {
+    if (b->committed <= b->awaited) continue;
+    fail(ErrorKind::MemoryFault,
+         "the CTA exits, but none of its threads has waited for another CTA's tcgen05.commit to the " +
+             mbarrier_text(*b) + ", which may arrive later");
+  }
+  VectorClock known;
+  for (const auto& w : cta.warps) {
+    for (const LaneClock& c : w->clocks) known.join(c.clock.before);
+  }
+  for (const auto& [who, visit] : cta.visits) {
+    const auto& [agent, lane, mbarrier] = who;
+    if (known.knows(agent, lane, visit.count)) continue;
+    const auto b = mbarriers.find(mbarrier);
+    if (mbarrier && (b == mbarriers.end() || b->second->awaited >= visit.phase)) continue;
+    fail(ErrorKind::MemoryFault,
+         format("the CTA exits, but another CTA's access to its shared memory at PTX line %u isn't ordered "
+                "before the exit",
+                visit.line));
+  }
+}
+
 void Machine::retire_cta(Cta& cta) {
   if (cta.async_in_flight) {
     fail(ErrorKind::MemoryFault,
@@ -344,6 +371,7 @@ void Machine::retire_cta(Cta& cta) {
          format("the CTA exits without a tcgen05.dealloc of its tensor memory columns %u to %u", column,
                 column + columns - 1));
   }
+  require_visits_over(cta);
   Grid& g = *cta.grid;
   if (!cta.launched_dependents) ++g.triggered;
   for (auto& w : cta.warps) {

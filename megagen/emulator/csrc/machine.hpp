@@ -4,10 +4,12 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <queue>
 #include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -220,6 +222,11 @@ struct Cta {
   NamedBarrier barriers[16];
   uint32_t free_registers = 0;
   uint32_t async_in_flight = 0;                   // operations that still touch this CTA's shared memory
+  struct Visit {  // an access to it by a thread of another CTA, which must come before the exit
+    uint32_t count, line;
+    uint64_t phase;  // of an arrive: how many phases are complete when it counts
+  };
+  std::map<std::tuple<Agent, int, uint32_t>, Visit> visits;  // the latest by agent, lane and mbarrier or 0
   std::unordered_map<uint64_t, uint32_t> agents;  // kind and index -> local agent
   uint32_t next_agent = 0;
   struct Warpgroup {
@@ -549,6 +556,8 @@ struct Exec {
   Accessor accessor(int lane, uint32_t flags) const;
   Accessor accessor(int lane, Order order, Scope scope, bool atomic = false) const;
   const Clock& clock_of(int lane) const;
+  /// Notes accesses to another CTA's shared memory; of an arrive, the mbarrier's offset and the phase.
+  void visit(const Region& region, Mask lanes, uint32_t mbarrier = 0, uint64_t phase = 0) const;
   /// What lanes publish when they release; everything they did so far.
   Clock publish(Mask lanes) const;
   void tick() const;

@@ -18,6 +18,8 @@ struct Mbarrier {
   Agent agent = 0;     // of what completes on it
   uint32_t count = 0;  // its clock: that of the current phase
   bool tracks_copies = false;
+  uint64_t committed = 0;  // phases up to that of the latest tcgen05.commit of another CTA
+  uint64_t awaited = 0;    // phases up to the latest that a wait found complete
   SyncVariable arriving, done;  // releases into the current phase, and into the one before
   Epoch init = 0;               // who initialized it
   Agent init_agent = 0;         // the same among the initializations of that warp: fence.mbarrier_init orders

@@ -29,6 +29,14 @@ Accessor Exec::accessor(int lane, Order order, Scope scope, bool atomic) const {
   return accessor(lane, flags);
 }
 
+void Exec::visit(const Region& region, Mask lanes, uint32_t mbarrier, uint64_t phase) const {
+  if (!region.is_shared() || region.cta == w.cta || !m.history.enabled) return;
+  w.dirty = true;
+  for (; lanes; lanes &= lanes - 1) {
+    region.cta->visits[{w.agent, __builtin_ctz(lanes), mbarrier}] = {w.count, m.current->line, phase};
+  }
+}
+
 const Clock& Exec::clock_of(int lane) const {
   for (const LaneClock& g : w.clocks) {
     if (g.lanes >> lane & 1) return g.clock;
