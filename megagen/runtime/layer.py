@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from megagen.errors import InputError
 from megagen.planning import KernelPlan
 from megagen.runtime import ops
 from megagen.runtime.arguments import ArgumentCheck
-from megagen.runtime.driver import current_stream
+from megagen.runtime.driver import current_stream, fast_empty
 from megagen.runtime.kernels import bundle_kernels, check_forced_plan
 from megagen.runtime.launch import Launcher, MoELauncher, QuantizeLauncher
 from megagen.runtime.peers import agree_on, together
@@ -102,8 +103,7 @@ class MegaMoE:
         self.weight_layout = WeightLayout(shape, self.contract.local_experts, base.format)
         self._arguments = ArgumentCheck(self.contract, buffer.gpu.device)
         self._gpu_index = buffer.gpu.index
-        self._hidden = shape.hidden
-        self._like_output = torch.empty(0, dtype=torch.bfloat16, device=buffer.gpu.device)
+        self._new_output = output_allocator(buffer.gpu.device, shape.hidden)
         self._ready = False
         self.handle = ops.register(self)
 
@@ -259,7 +259,7 @@ class MegaMoE:
         tokens, inputs = self._arguments.inputs(x, x_sf, topk_ids, topk_weights)
         count_pointer = 0
         if out is None:
-            out = self._like_output.new_empty(tokens, self._hidden)  # takes less time than torch.empty
+            out = self._new_output(tokens)
         else:
             self._arguments.output(out, tokens)
         if num_tokens is not None:
@@ -321,6 +321,25 @@ class MegaMoE:
         error = self.buffer.pending_error(self.timeout)
         if error is not None:
             raise error
+
+
+def output_allocator(device: torch.device, hidden: int) -> Callable[[int], torch.Tensor]:
+    """Makes uninitialized bfloat16 [T, H] tensors; a large part of a call's host time goes into that."""
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    index = device.index
+
+    def on_any_device(tokens: int) -> torch.Tensor:
+        return like.new_empty(tokens, hidden)  # takes less time than torch.empty
+
+    if device.type != "cuda" or fast_empty is None:
+        return on_any_device
+
+    def on_current_device(tokens: int) -> torch.Tensor:
+        if torch.cuda.current_device() != index:
+            return on_any_device(tokens)
+        return fast_empty((tokens, hidden), (hidden, 1), torch.bfloat16)
+
+    return on_current_device
 
 
 def check_num_sms(num_sms: int | None, available: int) -> int:
