@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import hashlib
 import json
 import sys
 import time
@@ -293,10 +294,15 @@ def hunt(places: Sequence[tuple[Bench, Mutant]]) -> Outcome:
     return outcome
 
 
-def read_claims() -> dict[str, str]:
+def read_claims(arch: str) -> dict[str, str]:
     """Argument of each mutant claimed equivalent; names are those of ``Mutant``, or patterns of them."""
     claims = tomllib.loads(CLAIMS.read_text())["claim"]
-    return {name: " ".join(claim["argument"].split()) for claim in claims for name in claim["mutants"]}
+    return {
+        name: " ".join(claim["argument"].split())
+        for claim in claims
+        if claim.get("arch", arch) == arch
+        for name in claim["mutants"]
+    }
 
 
 def argument_for(name: str, claims: dict[str, str]) -> str | None:
@@ -318,9 +324,9 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
     }
 
 
-def markdown(outcomes: Sequence[Outcome], claims: dict[str, str]) -> str:
+def markdown(outcomes: Sequence[Outcome], claims: dict[str, str], arch: str) -> str:
     """The tables of a report."""
-    lines = ["# Mutants of the sm90 kernels", "", "| | |", "| --- | ---: |"]
+    lines = [f"# Mutants of the {arch} kernels", "", "| | |", "| --- | ---: |"]
     for name, value in summary(outcomes).items():
         if isinstance(value, dict):
             lines += [f"| caught by {by} | {count} |" for by, count in value.items()]
@@ -334,37 +340,74 @@ def markdown(outcomes: Sequence[Outcome], claims: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def sources_of(benches: Sequence[Bench]) -> dict[str, str]:
+    """Digest of each variant's source."""
+    return {bench.variant.name: hashlib.sha256(bench.source.encode()).hexdigest() for bench in benches}
+
+
+def read_report(path: Path, sources: dict[str, str]) -> dict[tuple[str, int], Outcome]:
+    """What an earlier run found, by name and line; none of it may be of other kernels."""
+    record = json.loads(path.read_text()) if path.exists() else {"sources": sources, "mutants": []}
+    if record.get("sources") != sources:
+        raise SystemExit(f"{path} is of other kernels; run without --resume")
+    return {(row["name"], row["line"]): Outcome(**row) for row in record["mutants"]}
+
+
+def with_claim(outcome: Outcome, claims: dict[str, str]) -> Outcome:
+    """A mutant that nothing has caught counts as claimed if it is; a wrong claim is told of."""
+    claimed = argument_for(outcome.name, claims) is not None
+    if outcome.heap in (SURVIVED, EQUIVALENT):
+        return replace(outcome, heap=EQUIVALENT if claimed else SURVIVED)
+    if claimed:
+        print(f"WRONG CLAIM: {outcome.name} is {outcome.heap}", file=sys.stderr)
+    return outcome
+
+
+def write_report(
+    out: Path, outcomes: Sequence[Outcome], claims: dict[str, str], arch: str, sources: dict[str, str]
+) -> None:
+    """The JSON record, and the Markdown tables beside it."""
+    record = {
+        "schema_version": 1,
+        "sources": sources,
+        "summary": summary(outcomes),
+        "mutants": [asdict(outcome) for outcome in outcomes],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, json.dumps(record, indent=1).encode())
+    write_atomically(out.with_suffix(".md"), markdown(outcomes, claims, arch).encode())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON report; a Markdown table goes beside it")
+    parser.add_argument(
+        "--out", type=Path, help="JSON report, written as it grows; a Markdown table goes beside it"
+    )
     parser.add_argument("--arch", default="sm90", help="whose kernels")
     parser.add_argument("--only", default="*", help="pattern of names")
+    parser.add_argument("--resume", action="store_true", help="keep what --out has of these kernels")
     parser.add_argument("--list", action="store_true", help="print the names and stop")
     args = parser.parse_args()
+    if args.resume and not args.out:
+        parser.error("--resume needs --out")
     benches = [Bench(variant) for variant in variants(args.arch)]
     chosen = [places for places in all_mutants(benches) if fnmatch.fnmatchcase(places[0][1].name, args.only)]
     if args.list:
         print("\n".join(places[0][1].name for places in chosen))
         return
-    claims = read_claims()
+    claims, sources = read_claims(args.arch), sources_of(benches)
+    known = read_report(args.out, sources) if args.resume else {}
     outcomes: list[Outcome] = []
     start = time.monotonic()
     for places in chosen:
-        outcome = hunt(places)
-        claimed = argument_for(outcome.name, claims) is not None
-        if claimed and outcome.heap == SURVIVED:
-            outcome = replace(outcome, heap=EQUIVALENT)
-        elif claimed:
-            print(f"WRONG CLAIM: {outcome.name} is {outcome.heap}", file=sys.stderr)
+        mutant = places[0][1]
+        outcome = with_claim(known.get((mutant.name, mutant.line)) or hunt(places), claims)
         outcomes.append(outcome)
         place = f"{len(outcomes)}/{len(chosen)} {time.monotonic() - start:6.1f} s"
         print(place, outcome.heap, outcome.name, outcome.by, outcome.scenario, file=sys.stderr, flush=True)
+        if args.out:  # after each, so that a run that is stopped can be resumed
+            write_report(args.out, outcomes, claims, args.arch, sources)
     print(json.dumps(summary(outcomes), indent=1))
-    if args.out:
-        record = {"schema_version": 1, "summary": summary(outcomes), "mutants": [asdict(o) for o in outcomes]}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(args.out, json.dumps(record, indent=1).encode())
-        write_atomically(args.out.with_suffix(".md"), markdown(outcomes, claims).encode())
 
 
 def _first_line(text: str) -> str:

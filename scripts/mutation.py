@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 _DEFINITION = re.compile(
     r"^[ ]*(?:DEVICE|__device__ __forceinline__)\s+(?P<type>[\w:&<>,*\s]+?)\s*\b(?P<name>\w+)\(|"
-    r"^extern \"C\" __global__ [^{]*?\s(?P<entry>\w+)\(const __grid_constant__",
+    r"^extern \"C\" __global__ [^{]*?\s(?P<entry>\w+)\((?=const __grid_constant__)",
     re.MULTILINE,
 )
 _SYNCHRONIZES = re.compile(
@@ -28,6 +28,11 @@ _COMPOSITES = re.compile(r"wait_(?:for|unless)_\w+|\w+_test_wait")
 _SCOPE = (
     ("scope sys to gpu", r"\.sys\b", ".gpu"),
     ("scope gpu to cta", r"\.gpu\b", ".cta"),
+    (
+        "scope cluster to cta",
+        r"(?<!mbarrier_init\.)\b(release|acquire|relaxed|acq_rel)\.cluster\b",
+        r"\1.cta",
+    ),
     ("space global to shared", r"fence\.proxy\.async\.global", "fence.proxy.async.shared::cta"),
 )
 _ORDER = (
@@ -38,7 +43,7 @@ _ORDER = (
     ("acq_rel to relaxed", r"\batom\.acq_rel\b", "atom.relaxed"),
     ("relaxed to weak", r"\b(ld|st)\.relaxed\.\w+\.", r"\1."),
     ("release to relaxed", r"mbarrier\.arrive\.(shared|expect_tx\.shared)", r"mbarrier.arrive.~\1"),
-    ("release to relaxed", r"mbarrier\.arrive\.release", "mbarrier.arrive.relaxed"),
+    ("release to relaxed", r"\b(mbarrier|barrier\.cluster)\.arrive\.release", r"\1.arrive.relaxed"),
     (
         "acquire to relaxed",
         r"mbarrier\.(test|try)_wait\.parity\.shared",
@@ -127,8 +132,7 @@ class _Enumerator:
         self.types = {f.name: f.type for f in self.functions} | _BUILTINS
         with_asm = [f for f in self.functions if "asm" in self._body(f)]
         self.primitives = {f.name: f for f in with_asm if _SYNCHRONIZES.search(self._body(f))}
-        rings = re.findall(r"RingPosition<(\w+)>&? (\w+)", self.code)
-        self.depths = {variable: depth for depth, variable in rings}
+        self.depths = dict(self._rings())
 
     def mutants(self) -> Iterator[Mutant]:
         for function in self.functions:
@@ -212,8 +216,8 @@ class _Enumerator:
 
     def _of_counts(self, function: Function) -> Iterator[Change]:
         patterns = (
-            (r"\b(\w+)\.index\b", "(({0} + 1) % {depth})", "+1"),
-            (r"\b(\w+)\.parity\b(?! \^=)", "({0} ^ 1)", "flipped"),
+            (r"\b(?:\w+\.)*(\w+)\.index\b", "(({0} + 1) % {depth})", "+1"),
+            (r"\b(?:\w+\.)*\w+\.parity\b(?! \^=)", "({0} ^ 1)", "flipped"),
             (r"\+\+index == depth\b", "++index == depth - 1", "-1"),
             (r"\bindex = 0;", "index = 1;", "+1"),
             (r"\bparity \^= 1\b", "parity ^= 0", "not flipped"),
@@ -233,6 +237,15 @@ class _Enumerator:
                 yield Change(found.start(), found[0], how, "count", (Edit(*found.span(), text),))
 
     # -- the source's structure
+
+    def _rings(self) -> Iterator[tuple[str, str]]:
+        """(name of a variable or member, depth) of each position in a ring."""
+        depths = dict(re.findall(r"using (\w+) = RingPosition<(\w+)>;", self.code))
+        for alias, depth, variable in re.findall(
+            r"\b(?:(\w+)|RingPosition<(\w+)>)&? (\w+)(?=[;,)=]| =)", self.code
+        ):
+            if depth or alias in depths:
+                yield variable, depth or depths[alias]
 
     def _functions(self) -> Iterator[Function]:
         for found in _DEFINITION.finditer(self.code):
