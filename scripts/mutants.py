@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from cuda.bindings import nvrtc
 
 from megagen.arch import Arch
@@ -390,6 +391,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.resume and not args.out:
         parser.error("--resume needs --out")
+    torch.set_num_threads(1)  # references are small: more threads only wait for each other
     benches = [Bench(variant) for variant in variants(args.arch)]
     chosen = [places for places in all_mutants(benches) if fnmatch.fnmatchcase(places[0][1].name, args.only)]
     if args.list:
