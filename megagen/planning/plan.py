@@ -298,6 +298,11 @@ class KernelPlan(ABC):
                 f"l1_ring_blocks={self.l1_ring_blocks} is not within {fewest}, with which nothing waits for "
                 f"ever, and the {self.max_blocks} blocks of the whole pool"
             )
+        if self.prefetched_blocks not in range(hidden // BLOCK_K + 1):
+            raise PlanError(
+                f"prefetched_blocks={self.prefetched_blocks!r} is not within 0 and the {hidden // BLOCK_K} K "
+                "blocks of an L1 tile"
+            )
         if hidden % self.combine_columns or self.combine_columns % 128:
             raise PlanError(
                 f"combine_columns={self.combine_columns} must divide the row of {hidden} columns, "
