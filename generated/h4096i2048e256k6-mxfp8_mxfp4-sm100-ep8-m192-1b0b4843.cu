@@ -15,7 +15,7 @@
 //   operand_order     tokens_on_n: weights on the 256-row side, so 192 tokens need no padding
 //   cluster           2: a pair of CTAs shares a tile: each loads its 128 weight rows and half of the tokens
 //   tmem_columns      512: 192 + 192 + 72 (accumulators, scale factors), up to a power of two
-//   stages            6: 216752 of 232448 bytes of shared memory, where E2M1 takes a byte per value; a stage
+//   stages            6: 216816 of 232448 bytes of shared memory, where E2M1 takes a byte per value; a stage
 //                     takes 30224, so one more does not fit
 //   experts_per_wave  4: 256 L1 tiles expected in a wave, at least 2 for each of 74 clusters of 2; divides
 //                     32
@@ -72,6 +72,7 @@ constexpr u32 UMMA_M = 256;  // weight rows of a tile
 constexpr u32 BLOCK_K = 128;  // K of a stage; bytes of a row in shared memory, one per value
 constexpr u32 UMMA_K = 32;  // K of one MMA, and of one scale factor
 constexpr u32 STAGES = 6;  // stages of the load pipeline
+constexpr u32 COMBINE_ROWS = 6;  // rows of a unit that a warp fetches at once
 constexpr u32 WEIGHT_STAGE_BYTES = 16384;  // a byte per E2M1 value
 constexpr u32 WEIGHT_TRANSACTION_BYTES = 8192;  // what their copy counts: packed
 constexpr u32 WEIGHT_SF_BYTES = 512;  // SFs of a CTA's weight rows for 128 of K
@@ -117,7 +118,7 @@ constexpr u32 COMBINE_COLUMNS = 1024;  // columns of a unit: one token's, for on
 constexpr u32 COMBINE_STEPS = 4;  // steps of 256 columns in a unit
 constexpr u32 STEP_BYTES = 512;  // 256 columns of bfloat16
 constexpr u32 UNITS_PER_TOKEN = 4;
-constexpr u32 ROW_LOADS = 6;  // rows that a warp loads at once
+constexpr u32 UNIT_BYTES = 2048;  // a row's columns of a unit
 constexpr u32 POLL_NS = 200;  // ns between looks for work of the signal role
 constexpr u32 DRAIN_NS = 50000;  // ns that a cancelled tile's copies have to land; they cannot be awaited
 
@@ -143,7 +144,7 @@ constexpr u32 BARRIER_EPILOGUE_WARPGROUP = 4;  // and the next, one per epilogue
 constexpr u32 BARRIER_AMAX_PAIR = 6;  // and the next, one per pair of epilogue warps
 constexpr u32 ZEROED_BYTES = 32;  // from SMEM_CTA_FLAGS on
 
-// ---------------------------------------------------------------- shared memory, 216752 bytes
+// ---------------------------------------------------------------- shared memory, 216816 bytes
 constexpr u32 SMEM_WEIGHT_STAGES = 0;  // u8[6][16384]
 constexpr u32 SMEM_TOKEN_STAGES = 98304;  // u8[6][12288]
 constexpr u32 SMEM_WEIGHT_SF_STAGES = 172032;  // u8[6][512]
@@ -166,8 +167,9 @@ constexpr u32 SMEM_TILE_STORED = 216608;  // u64[4]
 constexpr u32 SMEM_ORDER_FULL = 216640;  // u64[2]
 constexpr u32 SMEM_ORDER_EMPTY = 216656;  // u64[2]
 constexpr u32 SMEM_PULLED = 216672;  // u64[4]
-constexpr u32 SMEM_TMEM_BASE = 216704;  // u32[1]
-constexpr u32 SMEM_CTA_FLAGS = 216720;  // u32[8]
+constexpr u32 SMEM_FETCHED = 216704;  // u64[8]
+constexpr u32 SMEM_TMEM_BASE = 216768;  // u32[1]
+constexpr u32 SMEM_CTA_FLAGS = 216784;  // u32[8]
 
 // ---------------------------------------------------------------- symmetric buffer, 235622400 bytes
 constexpr u64 SYMM_CONTROL = 0;  // u32[32]: [0] is the abort word: 1 + the rank that set it
@@ -1541,37 +1543,39 @@ DEVICE u64 rows_of_expert_k(const Params& p, u32 k) {
     return p.symm + SYMM_COMBINE + static_cast<u64>(k) * MAX_TOKENS * HIDDEN * 2;
 }
 
-// Adds the rows of the unit's experts in float32, in order of k; ROW_LOADS rows of all steps are in flight
-// at a time. The routing weights are in them already (swiglu in L1).
-DEVICE void combine_unit(const Params& p, u32 unit, u32 lane) {
-    const u64 first = first_byte(unit, lane);
+// Adds the rows of the unit's experts in float32, in order of k. Bulk copies bring COMBINE_ROWS of them at a
+// time to the warp's part of the weight stages: no MMA reads those any more when the last tile is stored. The
+// routing weights are in the rows already (swiglu in L1). `fetches` counts what the warp has waited for.
+DEVICE void combine_unit(const Params& p, u32 smem, u32& fetches, u32 warp, u32 unit, u32 lane) {
+    const u32 buffer = smem + SMEM_WEIGHT_STAGES + warp * COMBINE_ROWS * UNIT_BYTES;
+    const u32 fetched = smem + SMEM_FETCHED + warp * sizeof(u64);
+    const u64 first = first_byte(unit, 0);
     u32 left = written_rows(p, unit / UNITS_PER_TOKEN, lane);
     float sum[COMBINE_STEPS][8] = {};
+    if (lane == 0) fence_proxy_async_global();  // stored by ordinary stores, read by bulk copies
     while (left != 0) {
-        uint4 v[ROW_LOADS][COMBINE_STEPS];
-        bool valid[ROW_LOADS];
-        u32 k = 0;
-#pragma unroll
-        for (u32 i = 0; i < ROW_LOADS; ++i) {  // past the last row, that row again: all are loaded at once
-            valid[i] = left != 0;
-            k = valid[i] ? __ffs(left) - 1 : k;
-            left &= left - 1;
+        const u32 rows = min(__popc(left), COMBINE_ROWS);
+        if (lane == 0) mbarrier_arrive_expect_bytes(fetched, rows * UNIT_BYTES);
+        for (u32 i = 0; i < rows; ++i, left &= left - 1) {
+            const u64 source = rows_of_expert_k(p, __ffs(left) - 1) + first;
+            const u32 place = buffer + i * UNIT_BYTES;
+            if (lane == 0) bulk_load(place, reinterpret_cast<const void*>(source), UNIT_BYTES, fetched);
+        }
+        wait_for_phase(p, fetched, fetches % 2, ROLE_COMBINE, AWAITED_PULLED_ROW, 0);
+        ++fetches;
+        for (u32 i = 0; i < rows; ++i) {
 #pragma unroll
             for (u32 step = 0; step < COMBINE_STEPS; ++step) {
-                v[i][step] = load_global_16(rows_of_expert_k(p, k) + first + step * STEP_BYTES);
+                const u32 place = buffer + i * UNIT_BYTES + step * STEP_BYTES + lane * 16;
+                add_pairs(sum[step], load_shared_16(place));
             }
         }
-#pragma unroll
-        for (u32 i = 0; i < ROW_LOADS; ++i) {
-            if (valid[i]) {
-#pragma unroll
-                for (u32 step = 0; step < COMBINE_STEPS; ++step) add_pairs(sum[step], v[i][step]);
-            }
-        }
+        __syncwarp();  // the buffer may be filled again
     }
 #pragma unroll
     for (u32 step = 0; step < COMBINE_STEPS; ++step) {
-        store_global_16(p.output + first + step * STEP_BYTES, to_bf16(sum[step]));
+        const u64 place = p.output + first + lane * 16 + step * STEP_BYTES;
+        store_global_16(place, to_bf16(sum[step]));
     }
     __syncwarp();
 }
@@ -1587,6 +1591,7 @@ DEVICE u32 take_unit(const Params& p, u32 lane) {
 DEVICE void combine(const Params& p, u32 smem, u32 epilogue_warp, u32 lane) {
     const u32 units = token_count(p) * UNITS_PER_TOKEN;
     u32 unit = epilogue_warp * gridDim.x + blockIdx.x;
+    u32 fetches = 0;
     while (unit < units && !__any_sync(FULL_WARP, role_stopped(smem))) {
         const u32 next = take_unit(p, lane);  // on its way while this one is combined
         const u32 token = unit / UNITS_PER_TOKEN;
@@ -1596,7 +1601,7 @@ DEVICE void combine(const Params& p, u32 smem, u32 epilogue_warp, u32 lane) {
             stop_roles(smem);
             return;
         }
-        combine_unit(p, unit, lane);
+        combine_unit(p, smem, fetches, epilogue_warp, unit, lane);
         unit = next;
     }
 }
@@ -1986,6 +1991,8 @@ DEVICE void epilogue_role(const Params& p, u32 smem, u32 tmem, const EpilogueThr
         accumulator.advance();
         slot.advance();
     }
+    // Copies for a cancelled tile may still be on their way to the stages, which the combine would use.
+    if (load_relaxed_cluster(cta_flag(smem, CTA_FLAG_TILES)) != 0) stop_roles(smem);
     combine(p, smem, me.warp, me.lane);
 }
 
@@ -2055,6 +2062,9 @@ DEVICE void initialize_barriers(u32 smem, u32 cta) {
     }
     for (u32 warp = 0; warp < DISPATCH_WARPS; ++warp) {
         mbarrier_init(smem + SMEM_PULLED + warp * sizeof(u64), 1);
+    }
+    for (u32 warp = 0; warp < EPILOGUE_WARPS; ++warp) {
+        mbarrier_init(smem + SMEM_FETCHED + warp * sizeof(u64), 1);
     }
     fence_mbarrier_init();
 }

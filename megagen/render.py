@@ -317,6 +317,7 @@ def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
         Constant("STEP_BYTES", plan.combine_step_bytes, f"{plan.combine_step_columns} columns of bfloat16"),
         Constant("STEP_LANES", plan.combine_step_bytes // 16, "lanes that take part in a step"),
         Constant("UNITS_PER_TOKEN", shape.hidden // columns),
+        Constant("UNIT_BYTES", 2 * columns, "a row's columns of a unit"),
         Constant("ROW_LOADS", row_loads, "rows that a warp loads at once"),
         Constant("POLL_NS", POLL_NS, "ns between looks for work of the signal role"),
         Constant(

@@ -85,6 +85,7 @@ def sm100_tiles(plan: Sm100Plan) -> tuple[Constant, ...]:
         Constant("BLOCK_K", BLOCK_K, "K of a stage; bytes of a row in shared memory, one per value"),
         Constant("UMMA_K", UMMA_K, "K of one MMA, and of one scale factor"),
         Constant("STAGES", plan.stages, "stages of the load pipeline"),
+        Constant("COMBINE_ROWS", plan.combine_rows, "rows of a unit that a warp fetches at once"),
         Constant("WEIGHT_STAGE_BYTES", plan.weight_stage_bytes, "a byte per E2M1 value"),
         Constant("WEIGHT_TRANSACTION_BYTES", plan.weight_transaction_bytes, "what their copy counts: packed"),
         Constant("WEIGHT_SF_BYTES", plan.weight_sf_bytes, "SFs of a CTA's weight rows for 128 of K"),

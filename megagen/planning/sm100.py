@@ -158,6 +158,12 @@ class Sm100Plan(KernelPlan):
         return self.weight_stage_bytes // 2
 
     @property
+    def combine_rows(self) -> int:
+        """Rows of a unit that an epilogue warp fetches at once, into its part of the weight stages."""
+        room = self.stages * BLOCK_N * BLOCK_K // EPILOGUE_WARPS
+        return min(self.contract.shape.top_k, room // (2 * self.combine_columns))
+
+    @property
     def token_stage_bytes(self) -> int:
         return self.load_rows * BLOCK_K
 
@@ -398,6 +404,7 @@ def cta_smem(contract: Contract, block_m: int, stages: int, pull_bytes: int, tra
         ("order_full", "u64", (ORDER_SLOTS,), 8),
         ("order_empty", "u64", (ORDER_SLOTS,), 8),
         ("pulled", "u64", (DISPATCH_WARPS,), 8),
+        ("fetched", "u64", (EPILOGUE_WARPS,), 8),
         ("tmem_base", "u32", (1,), 16),
         # From here on the kernel zeroes everything at its start.
         ("cta_flags", "u32", (8,), 16),
