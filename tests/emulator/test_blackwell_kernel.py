@@ -12,7 +12,7 @@ from megagen.contract import Contract
 from megagen.emulator.cases import Case, check, expert_weights, prepare, run
 from megagen.emulator.exploration import Exploration
 from megagen.emulator.layer import EmulatedLayer, Kernel
-from megagen.errors import EmulatorError, InputError
+from megagen.errors import DataRace, EmulatorError, InputError
 from megagen.planning import make_plan
 from megagen.planning.sm100 import LADDER, Sm100Plan
 from megagen.shape import MoEShape
@@ -99,6 +99,33 @@ def test_top_k(top_k: int) -> None:
     shape = MoEShape(hidden=128, intermediate=128, experts=32, top_k=top_k)
     plan = make_plan(contract(shape, 2, 16), "sm100", 9, sms=2)
     require_right(Case((plan,) * 2, (2, 2), (9, 5)))
+
+
+def several_rounds() -> Case:
+    """All rows of a token's experts don't fit into the warp's part of two stages: two at a time do."""
+    shape = MoEShape(hidden=1024, intermediate=128, experts=8, top_k=6)
+    plan = make_plan(contract(shape, 1, 8), "sm100", 8, sms=2, block_m=16)
+    plan = replace(plan, stages=2, combine_columns=1024)
+    assert isinstance(plan, Sm100Plan) and plan.combine_rows == 2
+    return Case((plan,), (2,), (5,))
+
+
+def test_combine_in_several_rounds() -> None:
+    require_right(several_rounds())
+
+
+def test_a_round_of_the_combine_that_overwrites_the_one_before_is_caught() -> None:
+    case = several_rounds()
+    plan = case.plans[0]
+    intact = Kernel.of(plan)
+    wait = "        __syncwarp();  // the buffer may be filled again\n"
+    place = intact.source.index(wait, intact.source.index("void combine_unit("))
+    source = intact.source[:place] + intact.source[place + len(wait) :]
+    from megagen.cache import default_cache
+
+    compiled = default_cache().load_or_compile(source, "sm_100a", name="broken.cu")
+    verdict = check(case, prepare(case, [Kernel(plan, source, compiled.ptx, compiled.entry)]))
+    assert type(verdict.error) is DataRace
 
 
 def test_one_sm_is_refused_by_name() -> None:
