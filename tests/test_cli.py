@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from megagen import __version__, errors
 from megagen.cli import EXIT_CODES, app, exit_code
+from megagen.commands.output import emit
 from megagen.planning import KernelPlan
 from megagen.shape import PRESETS
 
@@ -39,6 +40,13 @@ def run_json(*arguments, code=0):
     record = json.loads(run(*arguments, "--json", code=code).stdout)
     assert record["schema_version"] == 1
     return record
+
+
+def test_what_is_not_finite_is_null_in_json(capsys):
+    """A row of a result that is nowhere near right can have an infinite error."""
+    emit(True, {"rows": [{"worst_row": float("inf"), "us": (1.5, float("nan"))}]})
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed["rows"] == [{"worst_row": None, "us": [1.5, None]}]
 
 
 def test_help_names_every_command():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from megagen.bench.cases import Case
 from megagen.bench.measure import MAKING, Job, Row, measure
 from megagen.bench.processes import Message, run_ranks
 from megagen.errors import MegagenError
-from megagen.files import write_atomically
+from megagen.files import to_json, write_atomically
 
 Start = Callable[[Job], Iterable[Message]]
 
@@ -110,4 +109,4 @@ class Session:
 
     def _save(self) -> None:
         if self.record is not None:
-            write_atomically(self.record, json.dumps(self.to_dict(), indent=1).encode())
+            write_atomically(self.record, to_json(self.to_dict()).encode())

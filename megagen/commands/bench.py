@@ -1,6 +1,5 @@
 """``megagen bench``: the layer against others and against the machine's limits."""
 
-import json
 import os
 import platform
 import time
@@ -13,7 +12,7 @@ import typer
 from megagen import __version__
 from megagen.commands.output import SCHEMA_VERSION, Json, emit, warn
 from megagen.errors import DeviceError, InputError
-from megagen.files import write_atomically
+from megagen.files import to_json, write_atomically
 
 
 def bench(
@@ -64,7 +63,7 @@ def bench(
     record["summary"] = summary(record)
     shown: list[Any] = list(tables(record))
     if stem is not None and record_file is not None:
-        contents = json.dumps({"schema_version": SCHEMA_VERSION, **record}, indent=1)
+        contents = to_json({"schema_version": SCHEMA_VERSION, **record})
         write_atomically(record_file, contents.encode())
         shown += [f"written: {record_file}", *(_plots(record, stem) if plot else [])]
     emit(as_json, record, *shown)

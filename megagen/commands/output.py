@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
+
+from megagen.files import to_json
 
 SCHEMA_VERSION = 1
 _WIDTH_IN_FILES = 120
@@ -18,7 +19,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON (with a schema_ve
 def emit(as_json: bool, record: dict[str, Any], *text: RenderableType) -> None:
     """Print a command's result on standard output, in the form that the user asked for."""
     if as_json:
-        print(json.dumps({"schema_version": SCHEMA_VERSION, **record}, indent=1))
+        print(to_json({"schema_version": SCHEMA_VERSION, **record}))
     else:
         console = Console()
         if not console.is_terminal and "COLUMNS" not in os.environ:
