@@ -199,6 +199,11 @@ def test_check_of_no_folder_exits_2(tmp_path):
     assert "manifest" in run("generate", "--out", tmp_path, "--check", code=2).stderr
 
 
+def test_inspect_compiles_for_what_the_plan_beside_says():
+    kernel = next((ROOT / "generated").glob("*sm100*.cu"))
+    assert run_json("inspect", kernel)["resources"]["arch"] == "sm_100a"
+
+
 def test_inspect_a_source(tmp_path):
     path = tmp_path / "clean.cu"
     path.write_text(CLEAN)

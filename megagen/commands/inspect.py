@@ -38,7 +38,10 @@ def inspect(
             help="A .cu, .cubin or .plan.json file, a folder of kernels, or (the head of) a cache key."
         ),
     ],
-    arch: Annotated[str, typer.Option(help="What to compile a .cu file for.")] = "sm90",
+    arch: Annotated[
+        str | None,
+        typer.Option(help="What to compile a .cu file for; default: what the plan beside it says, or sm90."),
+    ] = None,
     source: Annotated[
         bool, typer.Option("--source", help="Print the kernel's source and nothing else.")
     ] = False,
@@ -83,7 +86,7 @@ def _cached(key: str) -> CacheEntry:
     return entry
 
 
-def _report(what: str, arch: str) -> Report:
+def _report(what: str, arch: str | None) -> Report:
     path = Path(what)
     if path.is_dir():
         return _report_folder(path)
@@ -101,8 +104,9 @@ def _report(what: str, arch: str) -> Report:
     return dataclasses.replace(report, record={"kind": "cached kernel", "key": entry.key, **report.record})
 
 
-def _report_source(path: Path, arch: str) -> Report:
-    target = Arch.get(arch).compile_target
+def _report_source(path: Path, arch: str | None) -> Report:
+    plan = _plan_beside(path)
+    target = Arch.get(arch or (plan.arch if plan else "sm90")).compile_target
     kernel = compiler.compile(_read_text(path), target, name=path.name, strict=False)
     report = _report_kernel(kernel)
     return dataclasses.replace(report, record={"kind": "source", **report.record}, problems=kernel.problems())
@@ -128,13 +132,19 @@ def _report_plan(plan: KernelPlan) -> Report:
 
 
 def _with_plan_beside(path: Path, report: Report) -> Report:
-    """Add the plan that `megagen generate` wrote next to a source or cubin, where there is one."""
-    beside = path.with_suffix(".plan.json")
-    if not beside.is_file():
+    """Add the plan beside a source or cubin, where there is one."""
+    beside = _plan_beside(path)
+    if beside is None:
         return report
-    plan = _report_plan(KernelPlan.from_json(_read_text(beside)))
+    plan = _report_plan(beside)
     record = {**report.record, "plan": plan.record["plan"]}
     return Report(record, (*plan.text, *report.text), report.problems)
+
+
+def _plan_beside(path: Path) -> KernelPlan | None:
+    """The plan that `megagen generate` wrote next to a source or cubin."""
+    beside = path.with_suffix(".plan.json")
+    return KernelPlan.from_json(_read_text(beside)) if beside.is_file() else None
 
 
 def _report_folder(path: Path) -> Report:
