@@ -10,17 +10,17 @@
 //   contract   b1cb3e42a8685d80   plan 61d1ee84d10a3b94   arch sm90
 //
 // Why this plan:
-//   block_m           128: 256.0 rows per expert expected: the largest tile reuses weights most
-//   operand_order     tokens_on_m: a thread scales 2 token rows instead of many; an SF group lies in one or
-//                     two warps
-//   stages            4: 221248 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
-//   combine_columns   1024: 8192 units for 1056 warps
-//   experts_per_wave  32: 384 L1 tiles expected in a wave, at least 2 for each of 132 SMs; divides 128
+//   block_m            128: 256.0 rows per expert expected: the largest tile reuses weights most
+//   operand_order      tokens_on_m: a thread scales 2 token rows instead of many; an SF group lies in one or
+//                      two warps
+//   stages             4: 221248 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
+//   combine_columns    1024: 8192 units for 1056 warps
+//   experts_per_wave   32: 384 L1 tiles expected in a wave, at least 2 for each of 132 SMs; divides 128
 //   prefetched_blocks  0: with this many rows other things than the first weights take the time
-//   pull_bytes        2048: a row of 2048 bytes in 1 piece
-//   l1_ring_blocks    383: all that any routing can bring
-//   roles             32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224 =
-//                     64,512 registers of a 384-thread launch; SwiGLU spills below 216
+//   pull_bytes         2048: a row of 2048 bytes in 1 piece
+//   l1_ring_blocks     383: all that any routing can bring
+//   roles              32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224 =
+//                      64,512 registers of a 384-thread launch; SwiGLU spills below 216
 //
 // Roles of the 384 threads, with the warps and the registers per thread of each:
 //   load_tokens   0      56  walks the schedule, waits for rows, fills the token side of the stages
@@ -268,7 +268,7 @@ DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrie
                  ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// The same, of what L2 should give up first.
+// The same, of what the L2 cache should give up first.
 DEVICE void bulk_load_evict_first(u32 destination, const void* source, u32 bytes, u32 barrier) {
     asm volatile("{\n\t.reg .b64 policy;\n\t"
                  "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n\t"
@@ -595,8 +595,8 @@ DEVICE void trap_stuck(const Params& p, u32 word) {
     trap();
 }
 
-// Waits for a phase that another role of this CTA completes. Roles leave only where no other waits for them,
-// in an aborted launch too.
+// Waits for a phase that another role of this CTA, or a bulk copy, completes. Roles leave only where no
+// other waits for them, in an aborted launch too.
 DEVICE void wait_for_phase(const Params& p, u32 barrier, u32 parity, u32 role, u32 awaited, u32 index) {
     if (mbarrier_try_wait(barrier, parity)) return;
     const u64 start = global_nanoseconds();
@@ -1235,7 +1235,7 @@ DEVICE void load_weights_role(const Params& p, u32 smem) {
         more = schedule.find(index, tile);
         if (more) {
             more = load_weights(p, smem, stage, tile, n);
-            // Not earlier: SMs with neighbouring tiles start together then, and share weights through L2.
+            // Not earlier: SMs with neighbouring tiles start together, and share weights in the L2 cache.
             index = gridDim.x + fetch_add_relaxed_gpu(next_tile, 1);
         }
     }
@@ -1352,7 +1352,7 @@ DEVICE u64 first_byte(u32 unit, u32 lane) {
     return row + unit % UNITS_PER_TOKEN * COMBINE_COLUMNS * 2 + lane * 16;
 }
 
-// The rows of the combine buffer that expert k of each token wrote.
+// The rows of the combine buffer that the k-th experts of all tokens wrote.
 DEVICE u64 rows_of_expert_k(const Params& p, u32 k) {
     return p.symm + SYMM_COMBINE + static_cast<u64>(k) * MAX_TOKENS * HIDDEN * 2;
 }

@@ -10,23 +10,23 @@
 //   contract   6be8da9184e14f41   plan 1b0b48435be8d33b   arch sm100
 //
 // Why this plan:
-//   block_m           192: 768.0 rows per expert expected: of 16, 32, 64, 96, 128, 192, the least padding,
-//                     if a tile costs as much as 36 rows more
-//   operand_order     tokens_on_n: weights on the 256-row side, so 192 tokens need no padding
-//   cluster           2: a pair of CTAs shares a tile: each loads its 128 weight rows and half of the tokens
-//   tmem_columns      512: 192 + 192 + 72 (accumulators, scale factors), up to a power of two
-//   stages            6: 216816 of 232448 bytes of shared memory, where E2M1 takes a byte per value; a stage
-//                     takes 30224, so one more does not fit
-//   experts_per_wave  4: 256 L1 tiles expected in a wave, at least 2 for each of 74 clusters of 2; divides
-//                     32
-//   pull_bytes        4096: a row of 4096 bytes in 1 piece
-//   combine_columns   1024: 16384 units for 1184 warps
-//   l1_ring_blocks    186: 1.2 times the 24,576 rows of even routing, and 191 of padding for each of 32
-//                     experts; 1056 would take any routing
-//   pool_rows         202752: 8 x 4096 tokens x min(6, 32) copies at most, and 191 rows of padding per
-//                     expert, up to a multiple of 384, the LCM of all block_m
-//   roles             128 x 48 + 32 x 40 + 32 x 40 + 32 x 40 + 32 x 40 + 256 x 208: 128 x 48 + 128 x 40 +
-//                     256 x 208 = 64,512 of the 65,536 registers of 512 threads; 32 experts per rank <= 64
+//   block_m            192: 768.0 rows per expert expected: of 16, 32, 64, 96, 128, 192, the least padding,
+//                      if a tile costs as much as 36 rows more
+//   operand_order      tokens_on_n: weights on the 256-row side, so 192 tokens need no padding
+//   cluster            2: a pair of CTAs shares a tile: each loads its 128 weight rows and half of the tokens
+//   tmem_columns       512: 192 + 192 + 72 (accumulators, scale factors), up to a power of two
+//   stages             6: 216816 of 232448 bytes of shared memory, where E2M1 takes a byte per value; a stage
+//                      takes 30224, so one more does not fit
+//   experts_per_wave   4: 256 L1 tiles expected in a wave, at least 2 for each of 74 clusters of 2; divides
+//                      32
+//   pull_bytes         4096: a row of 4096 bytes in 1 piece
+//   combine_columns    1024: 16384 units for 1184 warps
+//   l1_ring_blocks     186: 1.2 times the 24,576 rows of even routing, and 191 of padding for each of 32
+//                      experts; 1056 would take any routing
+//   pool_rows          202752: 8 x 4096 tokens x min(6, 32) copies at most, and 191 rows of padding per
+//                      expert, up to a multiple of 384, the LCM of all block_m
+//   roles              128 x 48 + 32 x 40 + 32 x 40 + 32 x 40 + 32 x 40 + 256 x 208: 128 x 48 + 128 x 40 +
+//                      256 x 208 = 64,512 of the 65,536 registers of 512 threads; 32 experts per rank <= 64
 //
 // Roles of the 512 threads, with the warps and the registers per thread of each:
 //   dispatch      0-3    48  waits for all ranks' routes, pulls tokens
@@ -709,8 +709,8 @@ DEVICE void trap_stuck(const Params& p, u32 word) {
     trap();
 }
 
-// Waits for a phase that another role of this CTA completes. Roles leave only where no other waits for them,
-// in an aborted launch too.
+// Waits for a phase that another role of this pair, or a bulk copy, completes. Roles leave only where no
+// other waits for them, in an aborted launch too.
 DEVICE void wait_for_phase(const Params& p, u32 barrier, u32 parity, u32 role, u32 awaited, u32 index) {
     if (mbarrier_try_wait(barrier, parity)) return;
     const u64 start = global_nanoseconds();
@@ -1402,7 +1402,7 @@ DEVICE void load_weights_role(const Params& p, u32 smem, u32 cta) {
         if (me.tile.phase == 0) break;
         me.order.advance();
         if (!load_weights(p, smem, cta, me)) break;
-        // Not earlier: pairs with neighbouring tiles start together then, and share weights through L2.
+        // Not earlier: pairs with neighbouring tiles start together then, and share weights in the L2 cache.
         if (cta == LEADER) me.next_index = take_index(p);
         ++me.number;
     }
@@ -1538,7 +1538,7 @@ DEVICE u64 first_byte(u32 unit, u32 lane) {
     return row + unit % UNITS_PER_TOKEN * COMBINE_COLUMNS * 2 + lane * 16;
 }
 
-// The rows of the combine buffer that expert k of each token wrote.
+// The rows of the combine buffer that the k-th experts of all tokens wrote.
 DEVICE u64 rows_of_expert_k(const Params& p, u32 k) {
     return p.symm + SYMM_COMBINE + static_cast<u64>(k) * MAX_TOKENS * HIDDEN * 2;
 }

@@ -10,17 +10,17 @@
 //   contract   64878d3ac84a9459   plan a32285fdb492cb6d   arch sm90
 //
 // Why this plan:
-//   block_m           32: 16.0 rows per expert expected, 24.0 with two standard deviations: one tile holds
-//                     them
-//   operand_order     tokens_on_n: WGMMA's N goes in steps of 8, so 32 token rows need no padding to 64
-//   stages            4: 158720 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
-//   combine_columns   256: 64 units for 1056 warps
-//   experts_per_wave  4: 16 L1 tiles in all: less than 2 for each of 132 SMs, so one wave
-//   prefetched_blocks  4: come to L2 until the routes of all ranks are known
-//   pull_bytes        512: a row of 512 bytes in 1 piece
-//   l1_ring_blocks    36: all that any routing can bring
-//   roles             32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224 =
-//                     64,512 registers of a 384-thread launch; SwiGLU spills below 216
+//   block_m            32: 16.0 rows per expert expected, 24.0 with two standard deviations: one tile holds
+//                      them
+//   operand_order      tokens_on_n: WGMMA's N goes in steps of 8, so 32 token rows need no padding to 64
+//   stages             4: 158720 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
+//   combine_columns    256: 64 units for 1056 warps
+//   experts_per_wave   4: 16 L1 tiles in all: less than 2 for each of 132 SMs, so one wave
+//   prefetched_blocks  4: come to the L2 cache until the routes of all ranks are known
+//   pull_bytes         512: a row of 512 bytes in 1 piece
+//   l1_ring_blocks     36: all that any routing can bring
+//   roles              32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224 =
+//                      64,512 registers of a 384-thread launch; SwiGLU spills below 216
 //
 // Roles of the 384 threads, with the warps and the registers per thread of each:
 //   load_tokens   0      56  walks the schedule, waits for rows, fills the token side of the stages
@@ -72,7 +72,7 @@ constexpr u32 L1_N_TILES = 4;  // tiles of BLOCK_N weight rows per expert
 constexpr u32 L2_N_TILES = 2;  // tiles of BLOCK_N weight rows per expert
 constexpr u32 EXPERTS_PER_WAVE = 4;
 constexpr u32 PANEL_BLOCKS = 16;  // row blocks of an expert that are worked on together
-constexpr u32 PREFETCHED_BLOCKS = 4;  // K blocks of weights fetched to L2 at the start
+constexpr u32 PREFETCHED_BLOCKS = 4;  // K blocks of weights that go to the L2 cache first
 constexpr u32 PREFETCH_PAUSE_NS = 600;  // ns between two of them
 
 // ---------------------------------------------------------------- dispatch and combine
@@ -271,7 +271,7 @@ DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrie
                  ::"r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Global memory to L2, `bytes` a multiple of 16.
+// Global memory to the L2 cache, `bytes` a multiple of 16.
 DEVICE void bulk_prefetch(const void* source, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
@@ -591,8 +591,8 @@ DEVICE void trap_stuck(const Params& p, u32 word) {
     trap();
 }
 
-// Waits for a phase that another role of this CTA completes. Roles leave only where no other waits for them,
-// in an aborted launch too.
+// Waits for a phase that another role of this CTA, or a bulk copy, completes. Roles leave only where no
+// other waits for them, in an aborted launch too.
 DEVICE void wait_for_phase(const Params& p, u32 barrier, u32 parity, u32 role, u32 awaited, u32 index) {
     if (mbarrier_try_wait(barrier, parity)) return;
     const u64 start = global_nanoseconds();
@@ -1208,8 +1208,8 @@ DEVICE bool load_weights(const Params& p, u32 smem, Stage& stage, const Tile& ti
     return true;
 }
 
-// While the counts travel: fetches to L2 what this SM's first tile takes if every expert gets one block of
-// rows. Slowly, or what the counts take would queue up behind it.
+// While the counts travel: fetches to the L2 cache what this SM's first tile takes if every expert gets one
+// block. Slowly, or what the counts take would queue up behind it.
 DEVICE void prefetch_weights(const Params& p) {
     const u64 tile = min(blockIdx.x, LOCAL_EXPERTS * L1_N_TILES - 1);
     const u64 weights = p.w13 + tile * HIDDEN_BLOCKS * WEIGHT_STAGE_BYTES;
@@ -1237,7 +1237,7 @@ DEVICE void load_weights_role(const Params& p, u32 smem) {
         more = schedule.find(index, tile);
         if (more) {
             more = load_weights(p, smem, stage, tile, n);
-            // Not earlier: SMs with neighbouring tiles start together then, and share weights through L2.
+            // Not earlier: SMs with neighbouring tiles start together, and share weights in the L2 cache.
             index = gridDim.x + fetch_add_relaxed_gpu(next_tile, 1);
         }
     }
@@ -1354,7 +1354,7 @@ DEVICE u64 first_byte(u32 unit, u32 lane) {
     return row + unit % UNITS_PER_TOKEN * COMBINE_COLUMNS * 2 + lane * 16;
 }
 
-// The rows of the combine buffer that expert k of each token wrote.
+// The rows of the combine buffer that the k-th experts of all tokens wrote.
 DEVICE u64 rows_of_expert_k(const Params& p, u32 k) {
     return p.symm + SYMM_COMBINE + static_cast<u64>(k) * MAX_TOKENS * HIDDEN * 2;
 }

@@ -295,7 +295,7 @@ def _sm90_tiles(plan: Sm90Plan) -> tuple[Constant, ...]:
         Constant("PANEL_BLOCKS", PANEL_BLOCKS, "row blocks of an expert that are worked on together"),
         Constant("L1_RING_BLOCKS", plan.l1_ring_blocks, "blocks of pulled rows that there is room for"),
         Constant(
-            "PREFETCHED_BLOCKS", plan.prefetched_blocks, "K blocks of weights fetched to L2 at the start"
+            "PREFETCHED_BLOCKS", plan.prefetched_blocks, "K blocks of weights that go to the L2 cache first"
         ),
         Constant("PREFETCH_PAUSE_NS", PREFETCH_PAUSE_NS, "ns between two of them"),
     )

@@ -13,9 +13,7 @@ import argparse
 import itertools
 import json
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +24,7 @@ from megagen.arch import Arch
 from megagen.contract import Contract
 from megagen.errors import ShapeError
 from megagen.files import write_atomically
-from megagen.inspection.sass import find_nvdisasm
+from megagen.inspection.sass import disassemble
 from megagen.planning import make_plan
 from megagen.planning.sm100 import ARCHS, FORMAT, LADDER, MANY_EXPERTS, Sm100Plan
 from megagen.render import render
@@ -131,7 +129,7 @@ def _reachable(code: Sequence[Instruction], places: Mapping[str, int], start: in
 
 def machine_code(cubin: bytes) -> list[Instruction]:
     """A kernel's instructions, in the order of their addresses."""
-    return list(_instructions(_disassemble(cubin)))
+    return list(_instructions(disassemble(cubin, "-plr")))
 
 
 def _instructions(disassembly: str) -> Iterator[Instruction]:
@@ -155,18 +153,6 @@ def _instructions(disassembly: str) -> Iterator[Instruction]:
                 max(live, default=-1) + 1,
             )
             labels.clear()
-
-
-def _disassemble(cubin: bytes) -> str:
-    """With the life range of each register."""
-    nvdisasm = find_nvdisasm()
-    if nvdisasm is None:
-        raise SystemExit("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [nvdisasm, "-c", "-plr", str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def contracts_of(preset: str) -> list[Contract]:

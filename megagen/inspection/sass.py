@@ -109,7 +109,12 @@ def find_nvdisasm() -> str | None:
 
 
 def instruction_mix(cubin: bytes) -> InstructionMix:
-    """Disassemble a cubin and count.
+    """Disassemble a cubin and count; raises what ``disassemble`` raises."""
+    return _count(disassemble(cubin, "-g"))
+
+
+def disassemble(cubin: bytes, option: str) -> str:
+    """A cubin's instructions, with what the option of nvdisasm adds: -g source lines, -plr registers in use.
 
     Raises:
         DeviceError: nvdisasm is missing.
@@ -121,11 +126,11 @@ def instruction_mix(cubin: bytes) -> InstructionMix:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [nvdisasm, "-c", "-g", str(path)]
+        command = [nvdisasm, "-c", option, str(path)]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     if ran.returncode:
         raise InputError(f"nvdisasm refuses the cubin: {ran.stderr.strip()}")
-    return _count(ran.stdout)
+    return ran.stdout
 
 
 def _count(disassembly: str) -> InstructionMix:

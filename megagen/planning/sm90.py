@@ -27,6 +27,7 @@ from megagen.planning.rules import (
 )
 from megagen.planning.workload import likely_rows_per_expert, rows_per_expert
 
+WGMMA_M = 64
 BLOCK_N = 256  # weight rows of a tile: one SF group of 128 intermediate columns, gate and up
 PULL_BUFFERS = 2  # token rows that a dispatch warp has in flight
 MATH_WARPS = 8
@@ -56,6 +57,19 @@ class Sm90Plan(KernelPlan):
         return token_tile_bytes(self.block_m)
 
     @property
+    def splits_columns(self) -> bool:
+        """Whether both math warpgroups take all rows of every tile: they fit WGMMA's M."""
+        return self.operand_order == "tokens_on_m" and self.block_m <= WGMMA_M
+
+    @property
+    def evicts_lone_weights(self) -> bool:
+        """Whether weights that only one row block reads are the first to leave L2.
+
+        Worth it where other experts have several blocks; with smaller tiles hardly any has.
+        """
+        return self.block_m == LARGEST_BLOCK_M
+
+    @property
     def pool_rows(self) -> int:
         """Rows of the pool that no routing overflows, in whole blocks."""
         return pool_rows(self.contract, self.block_m)
@@ -79,7 +93,7 @@ class Sm90Plan(KernelPlan):
             )
         if self.block_m not in LADDER:
             raise PlanError(f"block_m={self.block_m} is none of {LADDER}")
-        if (self.operand_order == "tokens_on_m") != (self.block_m in (64, 128)):
+        if (self.operand_order == "tokens_on_m") != (self.block_m >= WGMMA_M):
             raise PlanError(
                 f"operand_order={self.operand_order!r} with block_m={self.block_m}: tokens_on_m tiles "
                 "have 64 or 128 rows (64 per math warpgroup), tokens_on_n tiles 16 or 32"
@@ -191,7 +205,7 @@ def choose_operand_order(block_m: int) -> tuple[OperandOrder, str]:
 
     Not above: narrow WGMMAs and the scales of many tokens would take more than shared memory delivers.
     """
-    if block_m < 64:
+    if block_m < WGMMA_M:
         return "tokens_on_n", f"WGMMA's N goes in steps of 8, so {block_m} token rows need no padding to 64"
     return "tokens_on_m", "a thread scales 2 token rows instead of many; an SF group lies in one or two warps"
 
@@ -221,7 +235,7 @@ def choose_prefetched_blocks(contract: Contract, block_m: int) -> tuple[int, str
     if block_m > 32:
         return 0, "with this many rows other things than the first weights take the time"
     blocks = min(5 if contract.ranks > 1 else 2, contract.shape.hidden // BLOCK_K)
-    return blocks, "come to L2 until the routes of all ranks are known"
+    return blocks, "come to the L2 cache until the routes of all ranks are known"
 
 
 def roles_sm90() -> tuple[tuple[Role, ...], str]:

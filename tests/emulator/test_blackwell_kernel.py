@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from judged import judge_changed, require_right
 
 from megagen.contract import Contract
-from megagen.emulator.cases import Case, check, expert_weights, prepare, run
+from megagen.emulator.cases import Case, expert_weights, prepare, run
 from megagen.emulator.exploration import Exploration
 from megagen.emulator.layer import EmulatedLayer, Kernel
 from megagen.errors import DataRace, EmulatorError, InputError
 from megagen.planning import make_plan
 from megagen.planning.sm100 import LADDER, Sm100Plan
+from megagen.render import render
 from megagen.shape import MoEShape
 from scripts.mutants import SCENARIOS, Bench, Scenario, variants
 
@@ -26,11 +28,6 @@ EXPLORATION = Exploration.of("sm100")
 
 def contract(shape: MoEShape = MICRO, ranks: int = 2, max_tokens: int = 16, **options) -> Contract:
     return Contract(shape, ranks, max_tokens, "mxfp8_mxfp4", **options)
-
-
-def require_right(case: Case) -> None:
-    verdict = check(case, compare_bits=True)
-    assert verdict.right, (case.describe(), verdict.error, verdict.wrong)
 
 
 @pytest.mark.parametrize("seed", CI_SEEDS)
@@ -116,15 +113,10 @@ def test_combine_in_several_rounds() -> None:
 
 def test_a_round_of_the_combine_that_overwrites_the_one_before_is_caught() -> None:
     case = several_rounds()
-    plan = case.plans[0]
-    intact = Kernel.of(plan)
+    intact = render(case.plans[0])
     wait = "        __syncwarp();  // the buffer may be filled again\n"
-    place = intact.source.index(wait, intact.source.index("void combine_unit("))
-    source = intact.source[:place] + intact.source[place + len(wait) :]
-    from megagen.cache import default_cache
-
-    compiled = default_cache().load_or_compile(source, "sm_100a", name="broken.cu")
-    verdict = check(case, prepare(case, [Kernel(plan, source, compiled.ptx, compiled.entry)]))
+    place = intact.index(wait, intact.index("void combine_unit("))
+    verdict = judge_changed(case, intact[:place] + intact[place + len(wait) :], "sm_100a")
     assert type(verdict.error) is DataRace
 
 
@@ -185,14 +177,9 @@ BROKEN = [
 def test_a_broken_kernel_is_caught(old: str, new: str, error: str | None, words: str) -> None:
     shape = MoEShape(hidden=640, intermediate=256, experts=4, top_k=2)
     plan = replace(make_plan(contract(shape, 1, 40), "sm100", 40, sms=2, block_m=32), stages=2)
-    intact = Kernel.of(plan)
-    assert intact.source.count(old) == 1
-    source = intact.source.replace(old, new)
-    from megagen.cache import default_cache
-
-    compiled = default_cache().load_or_compile(source, "sm_100a", name="broken.cu")
-    case = Case((plan,), (2,), (40,), "one-expert")
-    verdict = check(case, prepare(case, [Kernel(plan, source, compiled.ptx, compiled.entry)]))
+    intact = render(plan)
+    assert intact.count(old) == 1
+    verdict = judge_changed(Case((plan,), (2,), (40,), "one-expert"), intact.replace(old, new), "sm_100a")
     assert not verdict.right
     assert (None if verdict.error is None else type(verdict.error).__name__) == error
     assert words in str(verdict.error)

@@ -6,6 +6,7 @@
 from dataclasses import replace
 
 import pytest
+from judged import require_right
 
 from megagen.contract import Contract
 from megagen.emulator.cases import Case, check
@@ -16,11 +17,6 @@ from megagen.shape import MoEShape
 CI_SEEDS = range(25)
 MICRO = MoEShape.preset("micro")
 EXPLORATION = Exploration()
-
-
-def require_right(case: Case) -> None:
-    verdict = check(case, compare_bits=True)
-    assert verdict.right, (case.describe(), verdict.error, verdict.wrong)
 
 
 @pytest.mark.parametrize("seed", CI_SEEDS)
