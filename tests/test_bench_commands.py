@@ -154,7 +154,6 @@ def bench_messages(**changes):
 
 
 def test_bench_writes_json_and_plots(two_gpus, monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
     replay(monkeypatch, *bench_messages(), module=session)
     monkeypatch.setattr(session.Session, "_take_row", keep_all)
     arguments = ["bench", "--shapes", "flash8", "--tokens", "64", "--contenders", "megagen,pytorch"]
@@ -198,7 +197,6 @@ def test_bench_refuses_bad_input(two_gpus, arguments, code, named):
 
 
 def test_plots_need_rows_only(tmp_path):
-    pytest.importorskip("matplotlib")
     rows = [make_row(tokens=tokens) for tokens in (8, 64)] + [make_row("pro8", results={})]
     for ceilings in (CEILINGS, None):
         files = plot_bench({"rows": rows, "ceilings": ceilings, "ranks": 2}, tmp_path / "a.b")
@@ -207,7 +205,8 @@ def test_plots_need_rows_only(tmp_path):
 
 
 def test_a_legend_names_what_was_measured_of_its_model(tmp_path, monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure")
+    from matplotlib import figure
+
     legends = []
     monkeypatch.setattr(
         figure.Figure,
