@@ -321,6 +321,7 @@ BASES = {"sm90": make_plan(TINY, "sm90", 8), "sm100": make_plan(FLASH, "sm100", 
         ("sm90", {"experts_per_wave": 3}, "experts_per_wave=3"),
         ("sm90", {"pull_bytes": 200}, "pull_bytes=200"),
         ("sm90", {"prefetched_blocks": 5}, "prefetched_blocks=5"),
+        ("sm90", {"evicts_lone_weights": "no"}, "evicts_lone_weights='no'"),
         ("sm90", {"combine_columns": 64}, "combine_columns=64"),
         ("sm100", {"stages": 90}, "tensor memory: 1024 columns"),
         ("sm100", {"stages": 40}, "shared memory"),
@@ -376,6 +377,14 @@ def test_each_choice_carries_its_value_and_a_reason(plan):
     for name in ("block_m", "stages", "experts_per_wave", "pull_bytes", "combine_columns", "operand_order"):
         assert named[name].value == str(getattr(plan, name))
     assert all(choice.reason for choice in plan.choices)
+
+
+def test_lone_weights_leave_l2_first_while_it_holds_the_activations():
+    many = contract_of("deepseek-v4-flash", "sm90")
+    evicts = {plan.expected_tokens: plan.evicts_lone_weights for plan in plan_set(many, "sm90").plans}
+    assert evicts[256] and not evicts[512] and not evicts[1024]  # 22, 44 and 88 MB of activations
+    largest = make_plan(many, "sm90", 8192)
+    assert largest.block_m == 128 and largest.evicts_lone_weights
 
 
 @given(contracts(), st.sampled_from(sorted(ARCHS)))

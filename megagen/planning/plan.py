@@ -235,23 +235,13 @@ class KernelPlan(ABC):
         """
         values = json.loads(text)
         try:
-            plan = plan_form(values["arch"])(
-                contract=Contract.from_dict(values["contract"]),
-                arch=values["arch"],
-                operand_order=values["operand_order"],
-                block_m=values["block_m"],
-                stages=values["stages"],
-                experts_per_wave=values["experts_per_wave"],
-                pull_bytes=values["pull_bytes"],
-                roles=tuple(Role(**role) for role in values["roles"]),
-                expected_tokens=values["expected_tokens"],
-                l1_ring_blocks=values["l1_ring_blocks"],
-                combine_columns=values["combine_columns"],
-                lone_publisher_routes=values["lone_publisher_routes"],
-                prefetched_blocks=values["prefetched_blocks"],
-                trace=values["trace"],
-                choices=tuple(Choice(**choice) for choice in values["choices"]),
-            )
+            form = plan_form(values["arch"])
+            nested = {
+                "contract": Contract.from_dict(values["contract"]),
+                "roles": tuple(Role(**role) for role in values["roles"]),
+                "choices": tuple(Choice(**choice) for choice in values["choices"]),
+            }
+            plan = form(**{f.name: nested.get(f.name, values[f.name]) for f in fields(form)})
         except KeyError as missing:
             raise PlanError(
                 f"plan file lacks the field {missing}; generate it again with `megagen plan --json`"

@@ -37,11 +37,17 @@ LARGEST_BLOCK_M = LADDER[-1]
 SMALLEST_BLOCK_M = LADDER[0]
 MAX_STAGES = 4  # 128 KiB of weights on their way to each SM: more would only wait in the queues of HBM
 MAX_PULL_BYTES = 7168  # two row buffers of this size leave room for the stages
+KEPT_IN_L2 = 40 << 20  # bytes of activations that stay in L2 (50 MiB) beside a stream of weights
 
 
 @dataclass(frozen=True)
 class Sm90Plan(KernelPlan):
-    """A plan of sm90."""
+    """A plan of sm90.
+
+    `evicts_lone_weights`: weights that only one row block reads are the first to leave L2.
+    """
+
+    evicts_lone_weights: bool = False
 
     @property
     def ladder(self) -> tuple[int, ...]:
@@ -60,14 +66,6 @@ class Sm90Plan(KernelPlan):
     def splits_columns(self) -> bool:
         """Whether both math warpgroups take all rows of every tile: they fit WGMMA's M."""
         return self.operand_order == "tokens_on_m" and self.block_m <= WGMMA_M
-
-    @property
-    def evicts_lone_weights(self) -> bool:
-        """Whether weights that only one row block reads are the first to leave L2.
-
-        Worth it where other experts have several blocks; with smaller tiles hardly any has.
-        """
-        return self.block_m == LARGEST_BLOCK_M
 
     @property
     def pool_rows(self) -> int:
@@ -93,6 +91,8 @@ class Sm90Plan(KernelPlan):
             )
         if self.block_m not in LADDER:
             raise PlanError(f"block_m={self.block_m} is none of {LADDER}")
+        if not isinstance(self.evicts_lone_weights, bool):
+            raise PlanError(f"evicts_lone_weights={self.evicts_lone_weights!r} is neither True nor False")
         if (self.operand_order == "tokens_on_m") != (self.block_m >= WGMMA_M):
             raise PlanError(
                 f"operand_order={self.operand_order!r} with block_m={self.block_m}: tokens_on_m tiles "
@@ -101,6 +101,12 @@ class Sm90Plan(KernelPlan):
 
 
 # Sizes
+
+
+def activation_bytes(contract: Contract, tokens: int) -> int:
+    """What a launch writes for its rows at even routing: pulled tokens, intermediate, expert outputs."""
+    shape = contract.shape
+    return tokens * shape.top_k * (shape.hidden + shape.intermediate + 2 * shape.hidden)
 
 
 def token_tile_bytes(block_m: int) -> int:
@@ -234,8 +240,17 @@ def choose_prefetched_blocks(contract: Contract, block_m: int) -> tuple[int, str
     """About what HBM delivers to an SM until the routes of all ranks are known."""
     if block_m > 32:
         return 0, "with this many rows other things than the first weights take the time"
-    blocks = min(5 if contract.ranks > 1 else 2, contract.shape.hidden // BLOCK_K)
+    blocks = min(5, contract.shape.hidden // BLOCK_K)
     return blocks, "come to the L2 cache until the routes of all ranks are known"
+
+
+def choose_eviction(contract: Contract, block_m: int, tokens: int) -> tuple[bool, str]:
+    """Whether weights that only one row block reads are the first to leave L2."""
+    if block_m == LARGEST_BLOCK_M:
+        return True, "what stays are weights that several row blocks read"
+    if activation_bytes(contract, tokens) <= KEPT_IN_L2:
+        return True, "what stays are the activations, which are few enough"
+    return False, "so many activations would be written back bit by bit between reads of weights"
 
 
 def roles_sm90() -> tuple[tuple[Role, ...], str]:
@@ -269,6 +284,7 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
     roles, role_reason = roles_sm90()
     pool_blocks = pool_rows(contract, block_m) // block_m
     prefetched, prefetch_reason = choose_prefetched_blocks(contract, block_m)
+    evicts, evict_reason = choose_eviction(contract, block_m, tokens)
     ring, ring_reason = choose_ring_blocks(contract, block_m, arch.sms, pool_blocks)
     plan = Sm90Plan(
         contract=contract,
@@ -283,6 +299,7 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
         l1_ring_blocks=ring,
         combine_columns=columns,
         prefetched_blocks=prefetched,
+        evicts_lone_weights=evicts,
         choices=(
             Choice("block_m", str(block_m), block_reason),
             Choice("operand_order", order, order_reason),
@@ -290,6 +307,7 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
             Choice("combine_columns", str(columns), columns_reason),
             Choice("experts_per_wave", str(wave), wave_reason),
             Choice("prefetched_blocks", str(prefetched), prefetch_reason),
+            Choice("evicts_lone_weights", str(evicts), evict_reason),
             Choice("pull_bytes", str(pull_bytes), pull_reason),
             Choice("l1_ring_blocks", str(ring), ring_reason),
             Choice("roles", " + ".join(f"{r.warps * 32} x {r.registers}" for r in roles), role_reason),
