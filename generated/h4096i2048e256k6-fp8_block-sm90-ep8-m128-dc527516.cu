@@ -10,7 +10,7 @@
 //   contract   84b55dfdda63dac3   plan dc52751684d913a5   arch sm90
 //
 // Why this plan:
-//   block_m            128: 768.0 rows per expert expected: the largest tile reuses weights most
+//   block_m            128: 768.0 rows per expert expected: a large tile reuses weights most
 //   operand_order      tokens_on_m: a thread scales 2 token rows instead of many; an SF group lies in one or
 //                      two warps
 //   stages             4: 225088 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
@@ -63,7 +63,8 @@ constexpr u32 BLOCK_N = 256;  // weight rows of a tile
 constexpr u32 BLOCK_K = 128;  // bytes of K per stage, one byte per value
 constexpr u32 WGMMA_K = 32;  // K of one E4M3 WGMMA
 constexpr u32 DESCRIPTOR_K_STEP = 2;  // 16-byte units of a descriptor: WGMMA_K bytes further in K
-constexpr u32 DESCRIPTOR_HALF = 1024;  // 16-byte units: 128 weight rows further
+constexpr u32 DESCRIPTOR_128_ROWS = 1024;  // 16-byte units: 128 weight rows further
+constexpr u32 HALVES = 2;  // parts that a warpgroup multiplies in turn
 constexpr u32 STAGES = 4;  // stages of the load pipeline
 constexpr u32 WEIGHT_STAGE_BYTES = 32768;
 constexpr u32 TOKEN_TILE_BYTES = 16896;  // a K block of BLOCK_M rows, then their SFs
@@ -142,16 +143,16 @@ constexpr u64 SYMM_TOPK_IDS = 34099200;  // i32[4096][6]
 constexpr u64 SYMM_TOPK_WEIGHTS = 34197504;  // f32[4096][6]
 constexpr u64 SYMM_COMBINE = 34295808;  // bf16[6][4096][4096]: expert outputs, [k][token][column]
 
-// ---------------------------------------------------------------- local workspace, 568644608 bytes
+// ---------------------------------------------------------------- local workspace, 568652800 bytes
 constexpr u64 LOCAL_LAUNCH = 0;  // u32[32]: LAUNCH_*
 constexpr u64 LOCAL_SEND_COUNT = 1024;  // u32[256]: routes to an expert
 constexpr u64 LOCAL_L1_ARRIVAL = 2048;  // u32[12318]: rows pulled of a pool block
 constexpr u64 LOCAL_L2_ARRIVAL = 52224;  // u32[12318]: arrivals after L1 tiles of a pool block
 constexpr u64 LOCAL_L2_FINISHED = 102400;  // u32[12318]: arrivals after L2 tiles of a pool block
-constexpr u64 LOCAL_ROW_SOURCE = 152576;  // u64[200704]: rank << 32 | k * MAX_TOKENS + token
-constexpr u64 LOCAL_ROW_WEIGHT = 1758208;  // f32[200704]: routing weight of a pool row
-constexpr u64 LOCAL_L1_TILES = 2561024;  // u8[263][32][16896]: [block of the ring][K block]
-constexpr u64 LOCAL_L2_TILES = 144757760;  // u8[1568][16][16896]: [pool block][K block]
+constexpr u64 LOCAL_ROW_SOURCE = 152576;  // u64[201312]: rank << 32 | k * MAX_TOKENS + token
+constexpr u64 LOCAL_ROW_WEIGHT = 1763328;  // f32[201312]: routing weight of a pool row
+constexpr u64 LOCAL_L1_TILES = 2569216;  // u8[263][32][16896]: [block of the ring][K block]
+constexpr u64 LOCAL_L2_TILES = 144765952;  // u8[1568][16][16896]: [pool block][K block]
 
 // ---------------------------------------------------------------- words of launch and cta_flags
 constexpr u32 LAUNCH_NUMBER = 0;  // launches completed on this buffer
@@ -1501,7 +1502,6 @@ DEVICE void signal_role(const Params& p, u32 smem, u32 lane) {
 // acc[half][4 * g + i]: token row lane / 4 + 8 * (i / 2) of the warp's 16,
 //                       weight row 128 * half + 8 * g + 2 * (lane % 4) + i % 2.
 
-constexpr u32 HALVES = 2;
 constexpr u32 HALF_REGISTERS = 64;  // float32 accumulators per thread of m64n128
 using Half = float[HALF_REGISTERS];
 
@@ -1544,7 +1544,7 @@ DEVICE void accumulate(const Params& p, u32 smem, Stage& stage, const MathThread
         const float2 t = {load_shared_f32(sf), load_shared_f32(sf + 8 * sizeof(float))};
         const u32 tokens = uniform(matrix_address(token_stage + share.first_row * BLOCK_K));
         const u32 weight_stage = smem + SMEM_WEIGHT_STAGES + stage.index * WEIGHT_STAGE_BYTES;
-        const u32 weights = uniform(matrix_address(weight_stage) + share.first_half * DESCRIPTOR_HALF);
+        const u32 weights = uniform(matrix_address(weight_stage) + share.first_half * DESCRIPTOR_128_ROWS);
 #pragma unroll
         for (u32 half = 0; half < halves; ++half) {
             Half partial;
@@ -1552,7 +1552,7 @@ DEVICE void accumulate(const Params& p, u32 smem, Stage& stage, const MathThread
 #pragma unroll
             for (u32 step = 0; step < BLOCK_K / WGMMA_K; ++step) {
                 wgmma_m64n128k32(partial, tokens + step * DESCRIPTOR_K_STEP,
-                                 weights + half * DESCRIPTOR_HALF + step * DESCRIPTOR_K_STEP, step > 0);
+                                 weights + half * DESCRIPTOR_128_ROWS + step * DESCRIPTOR_K_STEP, step > 0);
             }
             wgmma_commit();
             const u32 used = stage.index;

@@ -62,7 +62,8 @@ constexpr u32 BLOCK_N = 256;  // weight rows of a tile
 constexpr u32 BLOCK_K = 128;  // bytes of K per stage, one byte per value
 constexpr u32 WGMMA_K = 32;  // K of one E4M3 WGMMA
 constexpr u32 DESCRIPTOR_K_STEP = 2;  // 16-byte units of a descriptor: WGMMA_K bytes further in K
-constexpr u32 DESCRIPTOR_HALF = 512;  // 16-byte units: 64 weight rows further
+constexpr u32 DESCRIPTOR_64_ROWS = 512;  // 16-byte units: 64 weight rows further
+constexpr u32 HALVES = 2;  // parts that a warpgroup multiplies in turn
 constexpr u32 STAGES = 4;  // stages of the load pipeline
 constexpr u32 WEIGHT_STAGE_BYTES = 32768;
 constexpr u32 TOKEN_TILE_BYTES = 4224;  // a K block of BLOCK_M rows, then their SFs
@@ -143,16 +144,16 @@ constexpr u64 SYMM_TOPK_IDS = 172032;  // i32[256][2]
 constexpr u64 SYMM_TOPK_WEIGHTS = 174080;  // f32[256][2]
 constexpr u64 SYMM_COMBINE = 176128;  // bf16[2][256][512]: expert outputs, [k][token][column]
 
-// ---------------------------------------------------------------- local workspace, 1442816 bytes
+// ---------------------------------------------------------------- local workspace, 1243136 bytes
 constexpr u64 LOCAL_LAUNCH = 0;  // u32[32]: LAUNCH_*
 constexpr u64 LOCAL_SEND_COUNT = 1024;  // u32[8]: routes to an expert
 constexpr u64 LOCAL_L1_ARRIVAL = 2048;  // u32[68]: rows pulled of a pool block
 constexpr u64 LOCAL_L2_ARRIVAL = 3072;  // u32[68]: arrivals after L1 tiles of a pool block
 constexpr u64 LOCAL_L2_FINISHED = 4096;  // u32[68]: arrivals after L2 tiles of a pool block
-constexpr u64 LOCAL_ROW_SOURCE = 5120;  // u64[1536]: rank << 32 | k * MAX_TOKENS + token
-constexpr u64 LOCAL_ROW_WEIGHT = 17408;  // f32[1536]: routing weight of a pool row
-constexpr u64 LOCAL_L1_TILES = 23552;  // u8[36][4][4224]: [block of the ring][K block]
-constexpr u64 LOCAL_L2_TILES = 631808;  // u8[48][4][4224]: [pool block][K block]
+constexpr u64 LOCAL_ROW_SOURCE = 5120;  // u64[1728]: rank << 32 | k * MAX_TOKENS + token
+constexpr u64 LOCAL_ROW_WEIGHT = 19456;  // f32[1728]: routing weight of a pool row
+constexpr u64 LOCAL_L1_TILES = 26624;  // u8[36][4][4224]: [block of the ring][K block]
+constexpr u64 LOCAL_L2_TILES = 634880;  // u8[36][4][4224]: [pool block][K block]
 
 // ---------------------------------------------------------------- words of launch and cta_flags
 constexpr u32 LAUNCH_NUMBER = 0;  // launches completed on this buffer
@@ -1497,15 +1498,14 @@ DEVICE void signal_role(const Params& p, u32 smem, u32 lane) {
 //                       token 8 * g + 2 * (lane % 4) + i % 2.
 // With gate and up interleaved by 8 rows, i / 2 tells gate (0) from up (1) of one intermediate column.
 
-constexpr u32 HALVES = 2;
-constexpr u32 HALF_REGISTERS = BLOCK_M / 2;  // float32 accumulators per thread of m64n32
 constexpr u32 TOKEN_GROUPS = BLOCK_M / 8;
-using Half = float[HALF_REGISTERS];
+using Half = float[BLOCK_M / 2];  // accumulators per thread of m64n32
 using Accumulators = Half[HALVES];
 
 // Adds partial * scale to one half. `sf` holds the scales of the thread's tokens; weight.x is the scale of
 // weight row lane / 4, weight.y of the one 8 below.
-DEVICE void add_scaled(Half& acc, const Half& partial, const float2 (&sf)[TOKEN_GROUPS], float2 weight) {
+DEVICE void add_scaled(Half& acc, const Half& partial, const float2 (&sf)[TOKEN_GROUPS],
+                       float2 weight) {
 #pragma unroll
     for (u32 g = 0; g < TOKEN_GROUPS; ++g) {
         acc[4 * g] = __fmaf_rn(sf[g].x * weight.x, partial[4 * g], acc[4 * g]);
@@ -1515,46 +1515,53 @@ DEVICE void add_scaled(Half& acc, const Half& partial, const float2 (&sf)[TOKEN_
     }
 }
 
-// The K loop of one tile. `weight_sf` has one pair per K block: the scales of gate and up rows (L1), or of
-// the two warpgroups' 128 rows (L2).
+// One K block, whose stage is full. `scales` are those of the weights: of gate and up rows (L1), or of the
+// two warpgroups' 128 rows (L2).
+DEVICE void add_k_block(u32 smem, const Stage& stage, const MathThread& me, bool is_l1, float2 scales,
+                        Accumulators& acc) {
+    const float own = me.warpgroup == 0 ? scales.x : scales.y;
+    const float2 weight = is_l1 ? scales : float2{own, own};
+    const u32 token_stage = smem + SMEM_TOKEN_STAGES + stage.index * TOKEN_STAGE_BYTES;
+    const u32 sf_stage = smem + SMEM_TOKEN_SF + stage.index * BLOCK_M * sizeof(float);
+    float2 sf[TOKEN_GROUPS];
+#pragma unroll
+    for (u32 g = 0; g < TOKEN_GROUPS; ++g) {
+        const u32 token = 8 * g + me.lane % 4 * 2;
+        sf[g] = load_shared_f32_pair(sf_stage + token * sizeof(float));
+    }
+    const u32 weight_stage = smem + SMEM_WEIGHT_STAGES + stage.index * WEIGHT_STAGE_BYTES;
+    const u32 weights = uniform(matrix_address(weight_stage + me.warpgroup * 128 * BLOCK_K));
+    const u32 tokens = uniform(matrix_address(token_stage));
+    Accumulators partial;
+    wgmma_fence();
+#pragma unroll
+    for (u32 half = 0; half < HALVES; ++half) {
+#pragma unroll
+        for (u32 step = 0; step < BLOCK_K / WGMMA_K; ++step) {
+            const u32 offset = step * DESCRIPTOR_K_STEP;
+            wgmma_m64n32k32(partial[half], weights + half * DESCRIPTOR_64_ROWS + offset, tokens + offset,
+                            step > 0);
+        }
+        wgmma_commit();
+    }
+    wgmma_wait<1>();
+    add_scaled(acc[0], partial[0], sf, weight);
+    wgmma_wait<0>();
+    __syncwarp();  // all lanes have read the scale factors
+    if (me.lane == 0) mbarrier_arrive(empty_barrier(smem, stage.index));
+    add_scaled(acc[1], partial[1], sf, weight);
+}
+
+// The K loop of one tile. `weight_sf` has one pair of scales per K block.
 DEVICE void accumulate(const Params& p, u32 smem, Stage& stage, const MathThread& me, bool is_l1,
                        const float2* weight_sf, Accumulators& acc) {
 #pragma unroll
-    for (u32 i = 0; i < HALVES * HALF_REGISTERS; ++i) acc[i / HALF_REGISTERS][i % HALF_REGISTERS] = 0.0f;
+    for (u32 i = 0; i < BLOCK_M; ++i) acc[i / (BLOCK_M / 2)][i % (BLOCK_M / 2)] = 0.0f;
     const u32 k_blocks = k_blocks_of(is_l1);
     for (u32 k = 0; k < k_blocks; ++k) {
-        const float2 pair = load_constant_pair(weight_sf + k);
-        const float own = me.warpgroup == 0 ? pair.x : pair.y;
-        const float2 weight = is_l1 ? pair : float2{own, own};
+        const float2 scales = load_constant_pair(weight_sf + k);
         wait_for_full_stage(p, smem, stage);
-        const u32 token_stage = smem + SMEM_TOKEN_STAGES + stage.index * TOKEN_STAGE_BYTES;
-        const u32 sf_stage = smem + SMEM_TOKEN_SF + stage.index * BLOCK_M * sizeof(float);
-        float2 sf[TOKEN_GROUPS];
-#pragma unroll
-        for (u32 g = 0; g < TOKEN_GROUPS; ++g) {
-            sf[g] = load_shared_f32_pair(sf_stage + (8 * g + me.lane % 4 * 2) * sizeof(float));
-        }
-        const u32 weight_stage = smem + SMEM_WEIGHT_STAGES + stage.index * WEIGHT_STAGE_BYTES;
-        const u32 weights = uniform(matrix_address(weight_stage + me.warpgroup * 128 * BLOCK_K));
-        const u32 tokens = uniform(matrix_address(token_stage));
-        Accumulators partial;
-        wgmma_fence();
-#pragma unroll
-        for (u32 half = 0; half < HALVES; ++half) {
-#pragma unroll
-            for (u32 step = 0; step < BLOCK_K / WGMMA_K; ++step) {
-                const u32 offset = step * DESCRIPTOR_K_STEP;
-                wgmma_m64n32k32(partial[half], weights + half * DESCRIPTOR_HALF + offset, tokens + offset,
-                                step > 0);
-            }
-            wgmma_commit();
-        }
-        wgmma_wait<1>();
-        add_scaled(acc[0], partial[0], sf, weight);
-        wgmma_wait<0>();
-        __syncwarp();  // all lanes have read the scale factors
-        if (me.lane == 0) mbarrier_arrive(empty_barrier(smem, stage.index));
-        add_scaled(acc[1], partial[1], sf, weight);
+        add_k_block(smem, stage, me, is_l1, scales, acc);
         stage.advance();
     }
 }
@@ -1651,8 +1658,9 @@ DEVICE void l1_epilogue(const Params& p, u32 smem, const MathThread& me, const M
         }
     }
     named_barrier(BARRIER_MATH, MATH_THREADS);
+    const u64 out = l2_tile(p, tile);
     for (u32 i = me.thread; i < tile.rows * 8; i += MATH_THREADS) {  // staged as a stage of L2 wants them
-        store_global_16(l2_tile(p, tile) + i * 16, load_shared_16(smem + SMEM_STAGING + i * 16));
+        store_global_16(out + i * 16, load_shared_16(smem + SMEM_STAGING + i * 16));
     }
 }
 

@@ -95,6 +95,9 @@ def _context(plan: KernelPlan) -> dict[str, Any]:
 def _sm90_context(plan: KernelPlan) -> dict[str, Any]:
     """What the templates take of a Hopper plan, and what the common ones call things there."""
     pull_pieces = plan.contract.shape.hidden // plan.pull_bytes
+    rows_on_m = plan.operand_order == "tokens_on_m"
+    rows_on_n = plan.surplus_rows if rows_on_m else plan.block_m
+    orders = (*(("tokens_on_n",) if rows_on_n else ()), *(("tokens_on_m",) if rows_on_m else ()))
     return {
         "parts": (
             "primitives/mbarrier.cuh.j2",
@@ -107,15 +110,17 @@ def _sm90_context(plan: KernelPlan) -> dict[str, Any]:
             "sm90/load.cuh.j2",
             "common/combine.cuh.j2",
             "common/signal.cuh.j2",
-            f"sm90/mma_{plan.operand_order}.cuh.j2",
+            *(f"sm90/mma_{order}.cuh.j2" for order in orders),
             "common/epilogue.cuh.j2",
-            f"sm90/epilogue_{plan.operand_order}.cuh.j2",
+            *(f"sm90/epilogue_{order}.cuh.j2" for order in reversed(orders)),
             "sm90/math.cuh.j2",
             "common/finish.cuh.j2",
             "sm90/kernel.cuh.j2",
         ),
         "operand_order": plan.operand_order,
-        "wgmma_n": 128 if plan.operand_order == "tokens_on_m" else plan.block_m,
+        "surplus": plan.surplus_rows > 0,
+        "rows_on_n": rows_on_n,
+        "wgmma_ns": (*((rows_on_n,) if rows_on_n else ()), *((128,) if rows_on_m else ())),
         "worker": "math",
         "tile_type": "MathTile",
         "workers": "MATH",
@@ -272,16 +277,17 @@ def _problem_constants(plan: KernelPlan) -> tuple[Constant, ...]:
 
 
 def _sm90_tiles(plan: Sm90Plan) -> tuple[Constant, ...]:
-    half_rows = 128 if plan.operand_order == "tokens_on_m" else 64  # weight rows of half a warpgroup's part
     return (
         Constant("BLOCK_M", plan.block_m, "token rows of a tile"),
+        Constant("FULL_ROWS", plan.block_m - plan.surplus_rows, "of them, with tokens on M"),
+        Constant("SURPLUS_ROWS", plan.surplus_rows, "and the rest, with tokens on N"),
         Constant("BLOCK_N", BLOCK_N, "weight rows of a tile"),
         Constant("BLOCK_K", BLOCK_K, "bytes of K per stage, one byte per value"),
         Constant("WGMMA_K", 32, "K of one E4M3 WGMMA"),
         Constant("DESCRIPTOR_K_STEP", 2, "16-byte units of a descriptor: WGMMA_K bytes further in K"),
-        Constant(
-            "DESCRIPTOR_HALF", half_rows * BLOCK_K // 16, f"16-byte units: {half_rows} weight rows further"
-        ),
+        Constant("DESCRIPTOR_64_ROWS", 64 * BLOCK_K // 16, "16-byte units: 64 weight rows further"),
+        Constant("DESCRIPTOR_128_ROWS", 128 * BLOCK_K // 16, "16-byte units: 128 weight rows further"),
+        Constant("HALVES", 2, "parts that a warpgroup multiplies in turn"),
         Constant("STAGES", plan.stages, "stages of the load pipeline"),
         Constant("WEIGHT_STAGE_BYTES", plan.weight_stage_bytes),
         Constant("TOKEN_TILE_BYTES", plan.token_tile_bytes, "a K block of BLOCK_M rows, then their SFs"),

@@ -387,6 +387,14 @@ def test_lone_weights_leave_l2_first_while_it_holds_the_activations():
     assert largest.block_m == 128 and largest.evicts_lone_weights
 
 
+def test_surplus_rows_are_for_experts_that_have_a_few_rows_more_than_a_full_tile():
+    pro8 = contract_of("pro8", "sm90")
+    chosen = {
+        tokens: make_plan(pro8, "sm90", tokens).block_m for tokens in (512, 896, 1024, 2048, 4096, 8192)
+    }
+    assert chosen == {512: 128, 896: 128, 1024: 144, 2048: 128, 4096: 128, 8192: 128}
+
+
 @given(contracts(), st.sampled_from(sorted(ARCHS)))
 @settings(max_examples=25, deadline=None)
 def test_plan_sets_cover_every_token_count(contract, arch):
@@ -402,7 +410,7 @@ def test_plan_sets_cover_every_token_count(contract, arch):
     with pytest.raises(PlanError, match=f"max_tokens={contract.max_tokens}"):
         made.select(contract.max_tokens + 1)
     if arch == "sm90":
-        rows = [plan.block_m for plan in made.plans]
+        rows = [plan.block_m - plan.surplus_rows for plan in made.plans]
         assert rows == sorted(rows), "more tokens, smaller tiles"
 
 

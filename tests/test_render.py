@@ -16,7 +16,9 @@ from megagen.render import render, render_quantize
 from megagen.shape import MoEShape
 
 MAX_COLUMNS = 110
-MAX_LINES = {"sm90": 1880, "sm100": 2260, "sm103": 2260}  # of a kernel; with a trace up to 60 more
+MAX_LINES = {"sm90": 1880, "sm100": 2260, "sm103": 2260}  # of a kernel
+MAX_TRACE_LINES = 60
+MAX_SURPLUS_LINES = 225  # MMA and epilogues with tokens on N, beside those with tokens on M
 SHAPES = {
     "flash8": MoEShape.preset("flash8", 2),
     "micro": MoEShape.preset("micro", 2),  # hidden % 256 == 128
@@ -100,8 +102,11 @@ def test_everything_that_is_defined_is_used(name):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_kernel_stays_short(name):
-    lines = source(name).count("\n")
-    assert lines <= MAX_LINES[PLANS[name].arch] + (60 if PLANS[name].trace else 0)
+    plan = PLANS[name]
+    more = MAX_TRACE_LINES if plan.trace else 0
+    if plan.arch == "sm90" and plan.surplus_rows:
+        more += MAX_SURPLUS_LINES
+    assert source(name).count("\n") <= MAX_LINES[plan.arch] + more
 
 
 def test_each_definition_of_a_template_is_in_some_kernel():

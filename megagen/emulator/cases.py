@@ -15,7 +15,7 @@ from megagen.errors import EmulatorError
 from megagen.formats import quantize_activation
 from megagen.planning import KernelPlan, make_plan
 from megagen.planning.plan import BLOCK_K
-from megagen.planning.sm90 import MATH_WARPS
+from megagen.planning.sm90 import FULL_BLOCK_M, MATH_WARPS, WGMMA_M
 from megagen.planning.sm100 import Sm100Plan
 from megagen.reference import fold_topk, moe_forward, relative_error
 from megagen.routing import make_routing
@@ -257,7 +257,10 @@ def _matrix_operations(plan: KernelPlan, rows: int) -> int:
         return ceil_div(rows, plan.block_m) * k_blocks * plan.mmas_per_stage
     groups = MATH_WARPS // 4
     if plan.operand_order == "tokens_on_m":  # a warpgroup none of whose rows are in use passes
-        working = ceil_div(rows, plan.block_m // groups)
+        tiles, rest = divmod(rows, plan.block_m)
+        working = tiles * groups + min(groups, ceil_div(rest, WGMMA_M))
+        if plan.surplus_rows:  # which both compute, too
+            working += groups * (tiles + (rest > FULL_BLOCK_M))
     else:
         working = ceil_div(rows, plan.block_m) * groups
     return working * k_blocks * 2 * (BLOCK_K // WGMMA_K)

@@ -18,7 +18,7 @@ from megagen.planning.planner import default_format, ladder_of
 from megagen.planning.rules import COMBINE_COLUMNS, least_ring_blocks
 from megagen.shape import MoEShape
 
-RANKS = (1, 2, 3, 4, 8)
+RANKS = (1, 2, 3, 4, 6, 8)
 ROUTINGS = (
     "uniform",
     "zipf:1.0",

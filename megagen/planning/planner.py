@@ -32,14 +32,13 @@ def ladder_of(arch: str) -> tuple[int, ...]:
 
 def largest_local_layout(contract: Contract, arch: str, sms: int) -> Layout:
     """The local workspace that is large enough for every plan of a contract on up to so many SMs."""
-    if arch == "sm90":
-        return sm90.local_layout(contract, sm90.LARGEST_BLOCK_M, sm90.largest_ring(contract, sms))
 
     def layout_of(block_m: int) -> Layout:
-        blocks = sm100.pool_rows(contract) // block_m
-        return sm100.local_layout(contract, block_m, choose_ring_blocks(contract, block_m, sms, blocks)[0])
+        rows = sm90.pool_rows(contract, block_m) if arch == "sm90" else sm100.pool_rows(contract)
+        ring, _ = choose_ring_blocks(contract, block_m, sms, rows // block_m)
+        return (sm90 if arch == "sm90" else sm100).local_layout(contract, block_m, ring)
 
-    return max((layout_of(block_m) for block_m in sm100.LADDER), key=lambda layout: layout.size)
+    return max((layout_of(block_m) for block_m in ladder_of(arch)), key=lambda layout: layout.size)
 
 
 @lru_cache(maxsize=1024)

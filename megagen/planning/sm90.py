@@ -25,18 +25,22 @@ from megagen.planning.rules import (
     choose_ring_blocks,
     stage_limit,
 )
-from megagen.planning.workload import likely_rows_per_expert, rows_per_expert
+from megagen.planning.workload import likely_rows_per_expert, row_distribution, rows_per_expert
 
 WGMMA_M = 64
 BLOCK_N = 256  # weight rows of a tile: one SF group of 128 intermediate columns, gate and up
+SURPLUS_MARGIN = 1.02  # the kernel with surplus rows is up to 1 % slower where there are none
 PULL_BUFFERS = 2  # token rows that a dispatch warp has in flight
 MATH_WARPS = 8
 WARP_STAGING_BYTES = 16 * 128  # 16 rows of 128 bytes
-LADDER = (16, 32, 64, 128)  # BLOCK_M values of sm90
+FULL_BLOCK_M = 2 * WGMMA_M  # WGMMA's M for each math warpgroup
+SURPLUS_ROWS = 16  # that a tile may have beyond: for them registers and shared memory are left
+LADDER = (16, 32, WGMMA_M, FULL_BLOCK_M, FULL_BLOCK_M + SURPLUS_ROWS)  # BLOCK_M values of sm90
 LARGEST_BLOCK_M = LADDER[-1]
 SMALLEST_BLOCK_M = LADDER[0]
 MAX_STAGES = 4  # 128 KiB of weights on their way to each SM: more would only wait in the queues of HBM
 MAX_PULL_BYTES = 7168  # two row buffers of this size leave room for the stages
+MAX_PULL_BYTES_WITH_SURPLUS = 1792  # likewise, beside the largest tiles
 KEPT_IN_L2 = 40 << 20  # bytes of activations that stay in L2 (50 MiB) beside a stream of weights
 
 
@@ -61,6 +65,11 @@ class Sm90Plan(KernelPlan):
     @property
     def token_tile_bytes(self) -> int:
         return token_tile_bytes(self.block_m)
+
+    @property
+    def surplus_rows(self) -> int:
+        """Rows of a tile that no math warpgroup has on M: both compute them with tokens on N."""
+        return max(0, self.block_m - FULL_BLOCK_M)
 
     @property
     def splits_columns(self) -> bool:
@@ -96,7 +105,7 @@ class Sm90Plan(KernelPlan):
         if (self.operand_order == "tokens_on_m") != (self.block_m >= WGMMA_M):
             raise PlanError(
                 f"operand_order={self.operand_order!r} with block_m={self.block_m}: tokens_on_m tiles "
-                "have 64 or 128 rows (64 per math warpgroup), tokens_on_n tiles 16 or 32"
+                "have 64, 128 (64 per math warpgroup) or 144 rows, tokens_on_n tiles 16 or 32"
             )
 
 
@@ -134,8 +143,9 @@ def cta_smem(
     # Output staging: 16 rows per math warp, or 128 bytes per token and warpgroup. Routes are counted in it
     # before.
     staging = max(MATH_WARPS * WARP_STAGING_BYTES if on_m else 2 * block_m * 128, contract.shape.experts * 4)
-    amax_rows = 8 if on_m else block_m  # that a math warp knows a part of
-    inverse_sf = () if on_m else (("inverse_sf", "f32", (block_m,), 16),)
+    rows_on_n = max(0, block_m - FULL_BLOCK_M) if on_m else block_m
+    amax_rows = max(8, rows_on_n)  # that a math warp knows a part of
+    inverse_sf = (("inverse_sf", "f32", (rows_on_n,), 16),) if rows_on_n else ()
     return smem_layout(
         ("weight_stages", "u8", (stages, BLOCK_N * BLOCK_K), 1024),
         ("token_stages", "u8", (stages, block_m * BLOCK_K), 1024),
@@ -163,23 +173,18 @@ def cta_smem(
     )
 
 
-def largest_ring(contract: Contract, sms: int) -> int:
-    """Blocks of pulled rows for the largest tile, whose plans need the most memory."""
-    blocks = pool_rows(contract, LARGEST_BLOCK_M) // LARGEST_BLOCK_M
-    return choose_ring_blocks(contract, LARGEST_BLOCK_M, sms, blocks)[0]
-
-
 def local_layout(contract: Contract, block_m: int, l1_ring_blocks: int) -> Layout:
     """Local workspace of one rank for tiles of `block_m` rows.
 
-    Everything up to the tiles is sized for the smallest tile, so that all plans of a contract agree on where
-    the counters lie, which stay zero between launches; the tiles hold nothing between launches. ``l1_tiles``,
+    Everything up to the tiles is sized for any tile, so that all plans of a contract agree on where the
+    counters lie, which stay zero between launches; the tiles hold nothing between launches. ``l1_tiles``,
     ``l2_tiles``: per pool block and K block, the token rows (128 bytes each) as they lie in shared memory,
     128B-swizzled, then their scale factors: one bulk copy fills a pipeline stage.
     """
     shape = contract.shape
     blocks = pool_rows(contract, SMALLEST_BLOCK_M) // SMALLEST_BLOCK_M
-    rows = pool_rows(contract, LARGEST_BLOCK_M)
+    rows = max(pool_rows(contract, size) for size in LADDER)
+    own_blocks = pool_rows(contract, block_m) // block_m
     return lay_out(
         ("launch", "u32", (32,)),
         ("send_count", "u32", (shape.experts,)),
@@ -189,7 +194,7 @@ def local_layout(contract: Contract, block_m: int, l1_ring_blocks: int) -> Layou
         ("row_source", "u64", (rows,)),
         ("row_weight", "f32", (rows,)),
         ("l1_tiles", "u8", (l1_ring_blocks, shape.hidden // SF_BLOCK, token_tile_bytes(block_m))),
-        ("l2_tiles", "u8", (rows // block_m, shape.intermediate // SF_BLOCK, token_tile_bytes(block_m))),
+        ("l2_tiles", "u8", (own_blocks, shape.intermediate // SF_BLOCK, token_tile_bytes(block_m))),
     )
 
 
@@ -197,13 +202,37 @@ def local_layout(contract: Contract, block_m: int, l1_ring_blocks: int) -> Layou
 
 
 def choose_block_m(contract: Contract, tokens: int) -> tuple[int, str]:
-    """The smallest tile that holds an expert's rows with two standard deviations to spare, or the largest."""
+    """The smallest tile that holds an expert's rows with two standard deviations to spare.
+
+    If none of up to 64 rows does, one of 128; with surplus rows, if they save enough second tiles.
+    """
     likely = likely_rows_per_expert(contract, tokens)
     expected = f"{rows_per_expert(contract, tokens):.1f} rows per expert expected"
-    for block_m in LADDER[:-1]:
-        if likely <= block_m:
+    for block_m in LADDER:
+        if likely <= block_m <= WGMMA_M:
             return block_m, f"{expected}, {likely:.1f} with two standard deviations: one tile holds them"
-    return LADDER[-1], f"{expected}: the largest tile reuses weights most"
+    plain, surplus = (tiles_cost(contract, tokens, block_m) for block_m in LADDER[-2:])
+    if surplus * SURPLUS_MARGIN < plain:
+        return LARGEST_BLOCK_M, f"{expected}: {surplus:.2f} tiles' time each instead of {plain:.2f}"
+    return FULL_BLOCK_M, f"{expected}: a large tile reuses weights most"
+
+
+def tiles_cost(contract: Contract, tokens: int, block_m: int) -> float:
+    """Expected time of an expert's tiles, in tiles of 65 to 128 rows."""
+
+    def cost(rows: int) -> float:
+        tiles, rest = divmod(rows, block_m)
+        return tiles * tile_cost(block_m) + tile_cost(rest)
+
+    return sum(share * cost(rows) for rows, share in row_distribution(contract, tokens))
+
+
+def tile_cost(rows: int) -> float:
+    """Time of a tile. Measured on an H200 (L1 of `pro8`): 54.4 us with up to 128 rows, 34.1 with up to 64, 70
+    with 144 (`docs/performance.md`, step 18)."""
+    if rows <= WGMMA_M:
+        return 0.63 if rows else 0.0
+    return 1.0 if rows <= FULL_BLOCK_M else 1.36
 
 
 def choose_operand_order(block_m: int) -> tuple[OperandOrder, str]:
@@ -246,7 +275,7 @@ def choose_prefetched_blocks(contract: Contract, block_m: int) -> tuple[int, str
 
 def choose_eviction(contract: Contract, block_m: int, tokens: int) -> tuple[bool, str]:
     """Whether weights that only one row block reads are the first to leave L2."""
-    if block_m == LARGEST_BLOCK_M:
+    if block_m >= FULL_BLOCK_M:
         return True, "what stays are weights that several row blocks read"
     if activation_bytes(contract, tokens) <= KEPT_IN_L2:
         return True, "what stays are the activations, which are few enough"
@@ -277,7 +306,9 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
     else:
         block_reason = "forced"
     order, order_reason = choose_operand_order(block_m)
-    pull_bytes, pull_reason = choose_pull_bytes(contract, MAX_PULL_BYTES)
+    pull_bytes, pull_reason = choose_pull_bytes(
+        contract, MAX_PULL_BYTES if block_m <= FULL_BLOCK_M else MAX_PULL_BYTES_WITH_SURPLUS
+    )
     stages, stage_reason = choose_stages(arch, contract, order, block_m, pull_bytes)
     columns, columns_reason = choose_combine_columns(contract, sms * MATH_WARPS, tokens)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens)

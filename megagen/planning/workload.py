@@ -47,6 +47,18 @@ def blocks_per_expert(contract: Contract, tokens: int, block_m: int) -> float:
     return blocks
 
 
+def row_distribution(contract: Contract, tokens: int) -> list[tuple[int, float]]:
+    """Row counts that an expert may have, up to six deviations from the mean, with their probabilities."""
+    mean = rows_per_expert(contract, tokens)
+    deviation = math.sqrt(mean * (1 - contract.shape.top_k / contract.shape.experts))
+    counts = range(max(0, math.floor(mean - 6 * deviation)), math.ceil(mean + 6 * deviation) + 1)
+
+    def above(value: float) -> float:
+        return _normal_above(value, mean, deviation)
+
+    return [(rows, above(rows - 0.5) - above(rows + 0.5)) for rows in counts]
+
+
 def padded_rows_cost(contract: Contract, tokens: int, block_m: int) -> float:
     """Rows that a rank's tensor cores work for, tile costs included: what a choice of `block_m` minimizes."""
     return contract.local_experts * blocks_per_expert(contract, tokens, block_m) * (block_m + TILE_COST_ROWS)

@@ -14,7 +14,7 @@ from megagen.emulator.exploration import TOKENS, Exploration
 from megagen.planning import make_plan
 from megagen.shape import MoEShape
 
-CI_SEEDS = range(25)
+CI_SEEDS = range(33)
 MICRO = MoEShape.preset("micro")
 EXPLORATION = Exploration()
 
@@ -78,9 +78,16 @@ def test_routing(routing: str) -> None:
 
 
 def test_each_rank_another_plan_and_three_launches_on_one_buffer() -> None:
-    contract = Contract(replace(MICRO, experts=8), 4, 24)
-    plans = tuple(make_plan(contract, tokens=24, sms=2, block_m=tile) for tile in (128, 16, 64, 32))
-    require_right(Case(plans, (1, 3, 2, 2), (24, 0, 7, 13), launches=3))
+    contract = Contract(replace(MICRO, experts=10), 5, 24)
+    plans = tuple(make_plan(contract, tokens=24, sms=2, block_m=tile) for tile in (128, 16, 64, 32, 144))
+    require_right(Case(plans, (1, 3, 2, 2, 1), (24, 0, 7, 13, 5), launches=3))
+
+
+@pytest.mark.parametrize("rows", [128, 129, 137, 144, 145, 273])
+def test_rows_around_a_tile_with_surplus_rows(rows: int) -> None:
+    shape = MoEShape(hidden=256, intermediate=256, experts=2, top_k=1)
+    plan = make_plan(Contract(shape, 2, 256), tokens=256, sms=2, block_m=144)
+    require_right(Case((plan,) * 2, (2, 1), (rows - 60, 60), routing="one-expert", seed=rows))
 
 
 @pytest.mark.parametrize("clamp, activation", [(0.5, "fast"), (None, "exact")])

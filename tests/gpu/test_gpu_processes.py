@@ -96,7 +96,7 @@ def check_adversarial_routing(ranks: Ranks) -> None:
 def check_different_plans(ranks: Ranks) -> None:
     shape = MODELS["tiny"]
     buffer = SymmBuffer(shape, dist.group.WORLD, max_tokens=128)
-    plan = make_plan(buffer.contract, block_m=(16, 128, 64, 32)[ranks.rank % 4])
+    plan = make_plan(buffer.contract, block_m=(16, 144, 64, 32)[ranks.rank % 4])
     layer = ranks.layer(shape, 128, buffer=buffer, group=None, plan=plan, num_sms=132 - 20 * (ranks.rank % 4))
     ranks.compare(layer, [100] * ranks.world)
 

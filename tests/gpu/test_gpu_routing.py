@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from gpu_cases import TIMEOUT_S, Inputs, check_close, even_counts, make_inputs, run_group
+from gpu_cases import BLOCKS, TIMEOUT_S, Inputs, check_close, even_counts, make_inputs, run_group
 
 from megagen import InputError, MegaMoE, MoEShape
 from megagen.contract import ceil_div
@@ -124,7 +124,7 @@ def test_activation(weights: ExpertWeights, options: dict[str, object]) -> None:
     check_close(run_group(group, inputs.deal([50, 50])), inputs, weights, **options)
 
 
-@pytest.mark.parametrize("blocks", [(16, 128), (128, 32), (64, 16)])
+@pytest.mark.parametrize("blocks", [(16, 128), (144, 32), (64, 16), (128, 144)])
 def test_ranks_with_different_plans_and_sms(weights: ExpertWeights, blocks: tuple[int, int]) -> None:
     inputs = make_inputs(SHAPE, 400)
     expected = run_group(make_group(SHAPE, weights, 2), inputs.deal([300, 100]))
@@ -134,7 +134,7 @@ def test_ranks_with_different_plans_and_sms(weights: ExpertWeights, blocks: tupl
     assert torch.equal(run_group(mixed, inputs.deal([300, 100])), expected)
 
 
-@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+@pytest.mark.parametrize("block_m", BLOCKS)
 def test_padding_rows_may_hold_anything(weights: ExpertWeights, block_m: int) -> None:
     inputs = make_inputs(SHAPE, 77)
     parts = inputs.deal([40, 37])
@@ -173,7 +173,7 @@ def test_nan_routing_weight_stays_in_its_row(weights: ExpertWeights) -> None:
     assert torch.equal(actual[others], expected[others])
 
 
-@pytest.mark.parametrize("block_m", [16, 128])
+@pytest.mark.parametrize("block_m", [16, 128, 144])
 @pytest.mark.parametrize(
     ("ranks", "routing"), [(1, "uniform"), (3, "zipf:1.2"), (4, "repeated"), (8, "masked")]
 )
