@@ -112,6 +112,7 @@ SCENARIOS = (
     *(Scenario(f"aborted after {n} steps", (9, 14), (2, 2), n, aborted_after=n) for n in ABORTS),
     Scenario("aborted while math waits for a tile", (24, 20), (2, 2), 1, aborted_after=6000),
     Scenario("a rank is ahead", (40, 0), (1, 1), 0, launches=3, routing="one-expert"),
+    Scenario("surplus rows", (70, 66), (2, 2), 1, routing="one-expert"),
     Scenario("repeated ids", (3, 24), (3, 2), 7, launches=2, routing="repeated"),
     *(Scenario(f"seed {seed}", (24, 11), (2, 3), seed) for seed in range(8, 12)),
 )
@@ -140,15 +141,18 @@ class Outcome:
 
 
 def variants(arch: str = "sm90") -> tuple[Variant, ...]:
-    """Small and large tiles (on Hopper: tokens on N and on M); loaders that run far ahead, or can't; one SM
-    publishing, or all."""
+    """Small and large tiles (on Hopper: tokens on N, on M, and on both); loaders that run far ahead, or can't;
+    one SM publishing, or all."""
     contract = Contract(SHAPE, RANKS, MAX_TOKENS, default_format(arch))
     small, large = (make_plan(contract, arch, MAX_TOKENS, sms=2, block_m=tile) for tile in (16, 128))
     names = ("tokens on N", "tokens on M") if arch == "sm90" else ("16 rows", "128 rows")
-    return (
+    found = (
         Variant(names[0], replace(small, pull_bytes=128)),
         Variant(names[1], replace(large, pull_bytes=128, stages=2, lone_publisher_routes=0)),
     )
+    if arch != "sm90":
+        return found
+    return (*found, Variant("tokens on M and N", make_plan(contract, arch, MAX_TOKENS, sms=2, block_m=144)))
 
 
 def compile_ptx(source: str, arch: str = "sm90") -> str:

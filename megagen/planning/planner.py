@@ -13,7 +13,6 @@ from megagen.contract import Contract, Layout
 from megagen.errors import PlanError
 from megagen.planning import sm90, sm100
 from megagen.planning.plan import KernelPlan
-from megagen.planning.rules import choose_ring_blocks
 from megagen.planning.sm90 import make_sm90_plan
 from megagen.planning.sm100 import make_sm100_plan
 
@@ -32,13 +31,12 @@ def ladder_of(arch: str) -> tuple[int, ...]:
 
 def largest_local_layout(contract: Contract, arch: str, sms: int) -> Layout:
     """The local workspace that is large enough for every plan of a contract on up to so many SMs."""
-
-    def layout_of(block_m: int) -> Layout:
-        rows = sm90.pool_rows(contract, block_m) if arch == "sm90" else sm100.pool_rows(contract)
-        ring, _ = choose_ring_blocks(contract, block_m, sms, rows // block_m)
-        return (sm90 if arch == "sm90" else sm100).local_layout(contract, block_m, ring)
-
-    return max((layout_of(block_m) for block_m in ladder_of(arch)), key=lambda layout: layout.size)
+    family = sm90 if arch == "sm90" else sm100
+    layouts = (
+        family.local_layout(contract, block_m, family.ring_blocks(contract, block_m, sms)[0])
+        for block_m in family.LADDER
+    )
+    return max(layouts, key=lambda layout: layout.size)
 
 
 @lru_cache(maxsize=1024)

@@ -70,16 +70,19 @@ def least_ring_blocks(contract: Contract, block_m: int, sms: int) -> int:
     return max(PANEL_BLOCKS, first_rows)
 
 
-def choose_ring_blocks(contract: Contract, block_m: int, sms: int, pool_blocks: int) -> tuple[int, str]:
-    """Room for what even routing brings at capacity, and some more; or for all that any routing can bring."""
+def choose_ring_blocks(
+    contract: Contract, block_m: int, sms: int, pool_blocks: int, padding: int
+) -> tuple[int, str]:
+    """Room for what even routing brings at capacity, and some more, and for `padding` rows of each expert; or
+    for all that any routing can bring."""
     even = contract.max_tokens * contract.shape.top_k
-    rows = math.ceil(RING_SLACK * even) + contract.local_experts * (block_m - 1)
+    rows = math.ceil(RING_SLACK * even) + contract.local_experts * padding
     enough, least = ceil_div(rows, block_m), least_ring_blocks(contract, block_m, sms)
     blocks = max(enough, least)
     if blocks >= pool_blocks:
         return pool_blocks, "all that any routing can bring"
     held = (
-        f"{RING_SLACK:g} times the {even:,} rows of even routing, and {block_m - 1} of padding for each of "
+        f"{RING_SLACK:g} times the {even:,} rows of even routing, and {padding} of padding for each of "
         f"{contract.local_experts} experts"
         if enough >= least
         else "the fewest with which nothing waits for ever"

@@ -370,6 +370,11 @@ def token_tile_bytes(block_m: int) -> int:
     return block_m * BLOCK_K + token_sf_bytes(block_m)
 
 
+def ring_blocks(contract: Contract, block_m: int, sms: int) -> tuple[int, str]:
+    """Blocks of pulled rows that a plan has room for, and why."""
+    return choose_ring_blocks(contract, block_m, sms, pool_rows(contract) // block_m, block_m - 1)
+
+
 def pool_rows(contract: Contract) -> int:
     """Every token copy a rank can receive, each expert's rows starting a new block of whatever plan."""
     return align_up(contract.max_received + contract.local_experts * (LADDER[-1] - 1), LADDER_MULTIPLE)
@@ -517,7 +522,7 @@ def make_sm100_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block
     stages, stage_reason = choose_stages(arch, contract, block_m, pull_bytes)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens, sms_each=CLUSTER)
     columns, columns_reason = choose_combine_columns(contract, sms * EPILOGUE_WARPS, tokens)
-    ring, ring_reason = choose_ring_blocks(contract, block_m, arch.sms, pool_rows(contract) // block_m)
+    ring, ring_reason = ring_blocks(contract, block_m, arch.sms)
     roles, role_reason = choose_roles(contract)
     plan = Sm100Plan(
         contract=contract,

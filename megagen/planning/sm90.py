@@ -129,6 +129,12 @@ def pool_rows(contract: Contract, block_m: int) -> int:
     return align_up(worst, block_m)
 
 
+def ring_blocks(contract: Contract, block_m: int, sms: int) -> tuple[int, str]:
+    """Blocks of pulled rows that a plan has room for, and why: surplus rows get no more of it."""
+    padding = min(block_m, FULL_BLOCK_M) - 1
+    return choose_ring_blocks(contract, block_m, sms, pool_rows(contract, block_m) // block_m, padding)
+
+
 def cta_smem(
     contract: Contract,
     operand_order: OperandOrder,
@@ -313,10 +319,9 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
     columns, columns_reason = choose_combine_columns(contract, sms * MATH_WARPS, tokens)
     wave, wave_reason = choose_experts_per_wave(contract, sms, block_m, tokens)
     roles, role_reason = roles_sm90()
-    pool_blocks = pool_rows(contract, block_m) // block_m
     prefetched, prefetch_reason = choose_prefetched_blocks(contract, block_m)
     evicts, evict_reason = choose_eviction(contract, block_m, tokens)
-    ring, ring_reason = choose_ring_blocks(contract, block_m, arch.sms, pool_blocks)
+    ring, ring_reason = ring_blocks(contract, block_m, arch.sms)
     plan = Sm90Plan(
         contract=contract,
         arch=arch.name,
