@@ -141,8 +141,8 @@ class Outcome:
 
 
 def variants(arch: str = "sm90") -> tuple[Variant, ...]:
-    """Small and large tiles (on Hopper: tokens on N, on M, on both); loaders that run far ahead, or can't; one
-    SM publishing, or all."""
+    """Small and large tiles (on Hopper: tokens on N, on M, on both); loaders that run far ahead, or can't;
+    one SM publishing, or all."""
     contract = Contract(SHAPE, RANKS, MAX_TOKENS, default_format(arch))
     small, large = (make_plan(contract, arch, MAX_TOKENS, sms=2, block_m=tile) for tile in (16, 128))
     names = ("tokens on N", "tokens on M") if arch == "sm90" else ("16 rows", "128 rows")
