@@ -115,7 +115,7 @@ constexpr u32 SMEM_TOKEN_STAGES = 131072;  // u8[4][16384]
 constexpr u32 SMEM_TOKEN_SF = 196608;  // f32[4][128]
 constexpr u32 SMEM_STAGING = 198656;  // u8[16384]
 constexpr u32 SMEM_PULL = 215040;  // u8[2][4096]
-constexpr u32 SMEM_AMAX = 223232;  // f32[8][8]
+constexpr u32 SMEM_PAIR_AMAX = 223232;  // f32[8][8]
 constexpr u32 SMEM_EXPERT_COUNT = 223488;  // u32[32]
 constexpr u32 SMEM_EXPERT_BLOCK = 223616;  // u32[32]
 constexpr u32 SMEM_SENT = 223744;  // u32[8][32]
@@ -1620,7 +1620,7 @@ DEVICE float max_of_quad(float value) {
 // Largest magnitude of a row whose columns two warps hold, one of each warpgroup.
 DEVICE float max_of_pair(u32 smem, const MathThread& me, float amax) {
     constexpr u32 PAIR_THREADS = 64;
-    const u32 row = smem + SMEM_AMAX + me.lane / 4 * sizeof(float);
+    const u32 row = smem + SMEM_PAIR_AMAX + me.lane / 4 * sizeof(float);
     named_barrier(BARRIER_PAIR + me.warp_in_group, PAIR_THREADS);  // what was there before has been read
     if (me.lane % 4 == 0) store_shared_f32(row + me.warp * 8 * sizeof(float), amax);
     named_barrier(BARRIER_PAIR + me.warp_in_group, PAIR_THREADS);

@@ -13,7 +13,7 @@
 //   block_m            144: 128.0 rows per expert expected: 1.20 tiles' time each instead of 1.30
 //   operand_order      tokens_on_m: a thread scales 2 token rows instead of many; an SF group lies in one or
 //                      two warps
-//   stages             4: 225472 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
+//   stages             4: 225728 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
 //   combine_columns    256: 512 units for 1056 warps
 //   experts_per_wave   4: 16 L1 tiles in all: less than 2 for each of 132 SMs, so one wave
 //   prefetched_blocks  0: with this many rows other things than the first weights take the time
@@ -111,28 +111,29 @@ constexpr u32 BARRIER_WARPGROUP = 4;  // and 5, one per math warpgroup
 constexpr u32 BARRIER_PAIR = 4;  // and 5 to 7, one per pair of math warps that share rows
 constexpr u32 ZEROED_BYTES = 32;  // from SMEM_CTA_FLAGS on
 
-// ---------------------------------------------------------------- shared memory, 225472 bytes
+// ---------------------------------------------------------------- shared memory, 225728 bytes
 constexpr u32 SMEM_WEIGHT_STAGES = 0;  // u8[4][32768]
 constexpr u32 SMEM_TOKEN_STAGES = 131072;  // u8[4][18432]
 constexpr u32 SMEM_TOKEN_SF = 204800;  // f32[4][144]
 constexpr u32 SMEM_STAGING = 207104;  // u8[16384]
 constexpr u32 SMEM_PULL = 223488;  // u8[2][512]
-constexpr u32 SMEM_AMAX = 224512;  // f32[8][16]
-constexpr u32 SMEM_INVERSE_SF = 225024;  // f32[16]
-constexpr u32 SMEM_EXPERT_COUNT = 225088;  // u32[4]
-constexpr u32 SMEM_EXPERT_BLOCK = 225104;  // u32[4]
-constexpr u32 SMEM_SENT = 225120;  // u32[2][4]
-constexpr u32 SMEM_TILE_TASKS = 225152;  // u32[4][4]
-constexpr u32 SMEM_FULL = 225216;  // u64[4]
-constexpr u32 SMEM_EMPTY = 225248;  // u64[4]
-constexpr u32 SMEM_TILE_FULL = 225280;  // u64[4]
-constexpr u32 SMEM_TILE_EMPTY = 225312;  // u64[4]
-constexpr u32 SMEM_TILE_STORED = 225344;  // u64[4]
-constexpr u32 SMEM_ORDER_FULL = 225376;  // u64[2]
-constexpr u32 SMEM_ORDER_EMPTY = 225392;  // u64[2]
-constexpr u32 SMEM_ORDER = 225408;  // u32[2]
-constexpr u32 SMEM_PULLED = 225416;  // u64[2]
-constexpr u32 SMEM_CTA_FLAGS = 225440;  // u32[8]
+constexpr u32 SMEM_PAIR_AMAX = 224512;  // f32[8][8]
+constexpr u32 SMEM_AMAX = 224768;  // f32[8][16]
+constexpr u32 SMEM_INVERSE_SF = 225280;  // f32[16]
+constexpr u32 SMEM_EXPERT_COUNT = 225344;  // u32[4]
+constexpr u32 SMEM_EXPERT_BLOCK = 225360;  // u32[4]
+constexpr u32 SMEM_SENT = 225376;  // u32[2][4]
+constexpr u32 SMEM_TILE_TASKS = 225408;  // u32[4][4]
+constexpr u32 SMEM_FULL = 225472;  // u64[4]
+constexpr u32 SMEM_EMPTY = 225504;  // u64[4]
+constexpr u32 SMEM_TILE_FULL = 225536;  // u64[4]
+constexpr u32 SMEM_TILE_EMPTY = 225568;  // u64[4]
+constexpr u32 SMEM_TILE_STORED = 225600;  // u64[4]
+constexpr u32 SMEM_ORDER_FULL = 225632;  // u64[2]
+constexpr u32 SMEM_ORDER_EMPTY = 225648;  // u64[2]
+constexpr u32 SMEM_ORDER = 225664;  // u32[2]
+constexpr u32 SMEM_PULLED = 225672;  // u64[2]
+constexpr u32 SMEM_CTA_FLAGS = 225696;  // u32[8]
 
 // ---------------------------------------------------------------- symmetric buffer, 700416 bytes
 constexpr u64 SYMM_CONTROL = 0;  // u32[32]: [0] is the abort word: 1 + the rank that set it
@@ -1701,7 +1702,7 @@ DEVICE float max_of_quad(float value) {
 // Largest magnitude of a row whose columns two warps hold, one of each warpgroup.
 DEVICE float max_of_pair(u32 smem, const MathThread& me, float amax) {
     constexpr u32 PAIR_THREADS = 64;
-    const u32 row = smem + SMEM_AMAX + me.lane / 4 * sizeof(float);
+    const u32 row = smem + SMEM_PAIR_AMAX + me.lane / 4 * sizeof(float);
     named_barrier(BARRIER_PAIR + me.warp_in_group, PAIR_THREADS);  // what was there before has been read
     if (me.lane % 4 == 0) store_shared_f32(row + me.warp * 8 * sizeof(float), amax);
     named_barrier(BARRIER_PAIR + me.warp_in_group, PAIR_THREADS);
@@ -1918,13 +1919,12 @@ DEVICE void compute_share(const Params& p, u32 smem, Stage& stage, const MathThr
     MathThread now = me;
     now.lane = opaque(me.lane);  // or addresses that depend on it are kept in registers all the time
     if (has_surplus) {
-        named_barrier(BARRIER_MATH, MATH_THREADS);  // the staging areas of all warps are free
         if (is_l1) {
             l1_epilogue_surplus(p, smem, now, tile, surplus);
         } else {
             l2_epilogue_surplus(p, smem, now, tile, surplus);
         }
-        named_barrier(BARRIER_MATH, MATH_THREADS);  // and again
+        named_barrier(BARRIER_MATH, MATH_THREADS);  // the staging area is free again
     }
     if (is_l1) {
         l1_epilogue<halves>(p, smem, now, share, tile, acc);

@@ -150,16 +150,16 @@ def cta_smem(
     # before.
     staging = max(MATH_WARPS * WARP_STAGING_BYTES if on_m else 2 * block_m * 128, contract.shape.experts * 4)
     rows_on_n = max(0, block_m - FULL_BLOCK_M) if on_m else block_m
-    amax_rows = max(8, rows_on_n)  # that a math warp knows a part of
-    inverse_sf = (("inverse_sf", "f32", (rows_on_n,), 16),) if rows_on_n else ()
+    pair_amax = (("pair_amax", "f32", (MATH_WARPS, 8), 16),) if on_m else ()
+    on_n = (("amax", "f32", (MATH_WARPS, rows_on_n), 16), ("inverse_sf", "f32", (rows_on_n,), 16))
     return smem_layout(
         ("weight_stages", "u8", (stages, BLOCK_N * BLOCK_K), 1024),
         ("token_stages", "u8", (stages, block_m * BLOCK_K), 1024),
         ("token_sf", "f32", (stages, block_m), 16),
         ("staging", "u8", (staging,), 128),
         ("pull", "u8", (PULL_BUFFERS, pull_bytes), 128),
-        ("amax", "f32", (MATH_WARPS, amax_rows), 16),
-        *inverse_sf,
+        *pair_amax,
+        *(on_n if rows_on_n else ()),
         ("expert_count", "u32", (experts,), 16),
         ("expert_block", "u32", (experts,), 16),
         ("sent", "u32", (contract.ranks, experts), 16),
