@@ -89,10 +89,11 @@ def render(plan: KernelPlan) -> str:
 def _context(plan: KernelPlan) -> dict[str, Any]:
     if isinstance(plan, Sm100Plan):
         return {"parts": sm100_parts(plan, COMMON_PARTS), **sm100_context(plan)}
+    assert isinstance(plan, Sm90Plan)
     return _sm90_context(plan)
 
 
-def _sm90_context(plan: KernelPlan) -> dict[str, Any]:
+def _sm90_context(plan: Sm90Plan) -> dict[str, Any]:
     """What the templates take of a Hopper plan, and what the common ones call things there."""
     pull_pieces = plan.contract.shape.hidden // plan.pull_bytes
     rows_on_m = plan.operand_order == "tokens_on_m"

@@ -15,7 +15,7 @@ from megagen.errors import EmulatorError
 from megagen.formats import quantize_activation
 from megagen.planning import KernelPlan, make_plan
 from megagen.planning.plan import BLOCK_K
-from megagen.planning.sm90 import FULL_BLOCK_M, MATH_WARPS, WGMMA_M
+from megagen.planning.sm90 import FULL_BLOCK_M, MATH_WARPS, WGMMA_M, Sm90Plan
 from megagen.planning.sm100 import Sm100Plan
 from megagen.reference import fold_topk, moe_forward, relative_error
 from megagen.routing import make_routing
@@ -255,6 +255,7 @@ def _matrix_operations(plan: KernelPlan, rows: int) -> int:
     k_blocks = (layout.n_tiles13 * shape.hidden + layout.n_tiles2 * shape.intermediate) // BLOCK_K
     if isinstance(plan, Sm100Plan):
         return ceil_div(rows, plan.block_m) * k_blocks * plan.mmas_per_stage
+    assert isinstance(plan, Sm90Plan)
     groups = MATH_WARPS // 4
     if plan.operand_order == "tokens_on_m":  # a warpgroup none of whose rows are in use passes
         tiles, rest = divmod(rows, plan.block_m)

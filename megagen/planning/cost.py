@@ -121,7 +121,7 @@ def _tensor_cores(plan: KernelPlan, arch: Arch, tokens: int, sms: int) -> CostPa
     k_blocks = layout.n_tiles13 * (shape.hidden / SF_BLOCK + waited_for)
     k_blocks += layout.n_tiles2 * (shape.intermediate / SF_BLOCK + waited_for)
     flops = blocks * plan.block_m * layout.block_n * SF_BLOCK * 2 * k_blocks
-    slowdown = (1 + TILE_COST_ROWS / plan.block_m) / (1 + TILE_COST_ROWS / plan.ladder[-1])
+    slowdown = (1 + TILE_COST_ROWS / plan.block_m) / (1 + TILE_COST_ROWS / plan.rated_block_m)
     rate = arch.rates.fp8_flops_per_s * MAIN_LOOP_GAIN * sms / arch.sms / slowdown
     tiles, workers = blocks * (layout.n_tiles13 + layout.n_tiles2), sms // plan.cluster
     rounds = math.ceil(tiles / workers)

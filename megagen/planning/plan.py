@@ -109,6 +109,11 @@ class KernelPlan(ABC):
         """The values of `block_m` that this architecture's kernels exist for."""
 
     @property
+    @abstractmethod
+    def rated_block_m(self) -> int:
+        """Token rows of the tiles that `Rates.fp8_flops_per_s` is of."""
+
+    @property
     def cluster(self) -> int:
         """CTAs per cluster; a cluster works on one tile."""
         return 1
@@ -236,12 +241,13 @@ class KernelPlan(ABC):
         values = json.loads(text)
         try:
             form = plan_form(values["arch"])
-            nested = {
+            nested: dict[str, Any] = {
                 "contract": Contract.from_dict(values["contract"]),
                 "roles": tuple(Role(**role) for role in values["roles"]),
                 "choices": tuple(Choice(**choice) for choice in values["choices"]),
             }
-            plan = form(**{f.name: nested.get(f.name, values[f.name]) for f in fields(form)})
+            decisions: dict[str, Any] = {f.name: nested.get(f.name, values[f.name]) for f in fields(form)}
+            plan = form(**decisions)
         except KeyError as missing:
             raise PlanError(
                 f"plan file lacks the field {missing}; generate it again with `megagen plan --json`"

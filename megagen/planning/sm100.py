@@ -139,6 +139,10 @@ class Sm100Plan(KernelPlan):
         return LADDER
 
     @property
+    def rated_block_m(self) -> int:
+        return LADDER[-1]
+
+    @property
     def cluster(self) -> int:
         return CLUSTER
 

@@ -59,6 +59,10 @@ class Sm90Plan(KernelPlan):
         return LADDER
 
     @property
+    def rated_block_m(self) -> int:
+        return FULL_BLOCK_M
+
+    @property
     def weight_stage_bytes(self) -> int:
         return BLOCK_N * BLOCK_K
 
