@@ -15,7 +15,7 @@ from typing import Any
 from megagen.arch import Arch
 from megagen.contract import SF_BLOCK
 from megagen.planning.plan import KernelPlan
-from megagen.planning.workload import TILE_COST_ROWS, blocks_per_expert, experts_reached, rows_per_expert
+from megagen.planning.workload import blocks_per_expert, experts_reached, rows_per_expert
 
 START_AND_END_S = 35e-6
 """Launch, counting, publishing, the first rows, the pipeline's fill and drain.
@@ -114,24 +114,26 @@ def _memory(plan: KernelPlan, arch: Arch, tokens: int) -> CostPart:
 
 
 def _tensor_cores(plan: KernelPlan, arch: Arch, tokens: int, sms: int) -> CostPart:
-    """Padded rows, each tile as costly as `TILE_COST_ROWS` more, in whole rounds of tiles over the SMs."""
+    """Tiles, each as costly as its rows make it, in whole rounds over the SMs."""
     contract, shape, layout = plan.contract, plan.contract.shape, plan.weight_layout
     blocks = contract.local_experts * blocks_per_expert(contract, tokens, plan.block_m)
+    full_blocks = contract.local_experts * plan.expert_cost(tokens)  # that take as long
     waited_for = 0.0 if arch.tmem_columns else EPILOGUE_K_BLOCKS
     k_blocks = layout.n_tiles13 * (shape.hidden / SF_BLOCK + waited_for)
     k_blocks += layout.n_tiles2 * (shape.intermediate / SF_BLOCK + waited_for)
-    flops = blocks * plan.block_m * layout.block_n * SF_BLOCK * 2 * k_blocks
-    slowdown = (1 + TILE_COST_ROWS / plan.block_m) / (1 + TILE_COST_ROWS / plan.rated_block_m)
-    rate = arch.rates.fp8_flops_per_s * MAIN_LOOP_GAIN * sms / arch.sms / slowdown
-    tiles, workers = blocks * (layout.n_tiles13 + layout.n_tiles2), sms // plan.cluster
+    flops_per_row = layout.block_n * SF_BLOCK * 2 * k_blocks
+    rate = arch.rates.fp8_flops_per_s * MAIN_LOOP_GAIN * sms / arch.sms
+    n_tiles = layout.n_tiles13 + layout.n_tiles2
+    tiles, full_tiles, workers = blocks * n_tiles, full_blocks * n_tiles, sms // plan.cluster
     rounds = math.ceil(tiles / workers)
     idle = rounds * workers / tiles if tiles else 1.0
     return CostPart(
         "tensor cores",
-        flops / rate * idle,
+        full_blocks * plan.rated_block_m * flops_per_row / rate * idle,
         True,
-        f"{flops / 1e12:.3f} TFLOP, padding and epilogues included, at {rate / 1e12:,.0f} TFLOP/s with "
-        f"{plan.block_m}-row tiles; {tiles:,.0f} tiles in {rounds} rounds",
+        f"{blocks * plan.block_m * flops_per_row / 1e12:.3f} TFLOP, padding and epilogues included, in "
+        f"{tiles:,.0f} tiles, {rounds} rounds; they take as long as {full_tiles:,.0f} of {plan.rated_block_m} rows "
+        f"at {rate / 1e12:,.0f} TFLOP/s",
     )
 
 

@@ -113,6 +113,10 @@ class KernelPlan(ABC):
     def rated_block_m(self) -> int:
         """Token rows of the tiles that `Rates.fp8_flops_per_s` is of."""
 
+    @abstractmethod
+    def expert_cost(self, tokens: int) -> float:
+        """Expected time of an expert's tiles, in full tiles of `rated_block_m` rows, at even routing."""
+
     @property
     def cluster(self) -> int:
         """CTAs per cluster; a cluster works on one tile."""

@@ -142,6 +142,10 @@ class Sm100Plan(KernelPlan):
     def rated_block_m(self) -> int:
         return LADDER[-1]
 
+    def expert_cost(self, tokens: int) -> float:
+        rows = padded_rows_cost(self.contract, tokens, self.block_m) / self.contract.local_experts
+        return rows / (self.rated_block_m + TILE_COST_ROWS)
+
     @property
     def cluster(self) -> int:
         return CLUSTER

@@ -62,6 +62,9 @@ class Sm90Plan(KernelPlan):
     def rated_block_m(self) -> int:
         return FULL_BLOCK_M
 
+    def expert_cost(self, tokens: int) -> float:
+        return tiles_cost(self.contract, tokens, self.block_m)
+
     @property
     def weight_stage_bytes(self) -> int:
         return BLOCK_N * BLOCK_K
@@ -232,17 +235,20 @@ def tiles_cost(contract: Contract, tokens: int, block_m: int) -> float:
 
     def cost(rows: int) -> float:
         tiles, rest = divmod(rows, block_m)
-        return tiles * tile_cost(block_m) + tile_cost(rest)
+        return tiles * tile_cost(block_m, block_m) + tile_cost(rest, block_m)
 
     return sum(share * cost(rows) for rows, share in row_distribution(contract, tokens))
 
 
-def tile_cost(rows: int) -> float:
-    """Time of a tile. Measured on an H200 (L1 of `pro8`): 54.4 us with up to 128 rows, 34.1 with up to 64, 70
-    with 144 (`docs/performance.md`, step 18)."""
-    if rows <= WGMMA_M:
-        return 0.63 if rows else 0.0
-    return 1.0 if rows <= FULL_BLOCK_M else 1.36
+TILE_COSTS = {16: 0.42, 32: 0.49, WGMMA_M: 0.63, FULL_BLOCK_M: 1.0, LARGEST_BLOCK_M: 1.36}
+"""Time of a tile of up to so many rows. Measured on an H200: in L1 of `pro8` 34.1, 54.4 and 70 us with 64, 128
+and 144 rows (`docs/performance.md`, step 18); those of 16 and 32 from layers of `flash8` with 8,192 tokens."""
+
+
+def tile_cost(rows: int, block_m: int) -> float:
+    """Time of a tile that holds so many rows, in tiles of 65 to 128 rows; 0 for none."""
+    least = min(block_m, WGMMA_M)  # the kernel tells no fewer rows apart
+    return min(cost for size, cost in TILE_COSTS.items() if max(rows, least) <= size) if rows else 0.0
 
 
 def choose_operand_order(block_m: int) -> tuple[OperandOrder, str]:
