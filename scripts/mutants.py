@@ -112,7 +112,7 @@ SCENARIOS = (
     *(Scenario(f"aborted after {n} steps", (9, 14), (2, 2), n, aborted_after=n) for n in ABORTS),
     Scenario("aborted while math waits for a tile", (24, 20), (2, 2), 1, aborted_after=6000),
     Scenario("a rank is ahead", (40, 0), (1, 1), 0, launches=3, routing="one-expert"),
-    Scenario("surplus rows", (70, 66), (2, 2), 1, routing="one-expert"),
+    Scenario("surplus rows", (70, 66), (1, 1), 1, routing="one-expert"),
     Scenario("repeated ids", (3, 24), (3, 2), 7, launches=2, routing="repeated"),
     *(Scenario(f"seed {seed}", (24, 11), (2, 3), seed) for seed in range(8, 12)),
 )

@@ -132,8 +132,8 @@ def _tensor_cores(plan: KernelPlan, arch: Arch, tokens: int, sms: int) -> CostPa
         full_blocks * plan.rated_block_m * flops_per_row / rate * idle,
         True,
         f"{blocks * plan.block_m * flops_per_row / 1e12:.3f} TFLOP, padding and epilogues included, in "
-        f"{tiles:,.0f} tiles, {rounds} rounds; they take as long as {full_tiles:,.0f} of {plan.rated_block_m} rows "
-        f"at {rate / 1e12:,.0f} TFLOP/s",
+        f"{tiles:,.0f} tiles, {rounds} rounds; they take as long as {full_tiles:,.0f} of "
+        f"{plan.rated_block_m} rows at {rate / 1e12:,.0f} TFLOP/s",
     )
 
 
