@@ -5,14 +5,17 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megagen import compiler
+from megagen.arch import Arch
 from megagen.contract import Contract
 from megagen.errors import CompileError
-from megagen.planning import plan_set
+from megagen.planning import make_plan, plan_set
+from megagen.planning.planner import default_format, ladder_of
 from megagen.render import render
 from megagen.shape import PRESETS, MoEShape
 
@@ -174,6 +177,15 @@ def test_presets_compile_cleanly(preset):
     for plan in {plan.block_m: plan for plan in plan_set(CONTRACT_OF[preset]).plans}.values():
         kernel = compiler.compile(render(plan), "sm_90a", name=f"{plan.name}.cu")
         assert kernel.problems() == ()
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_the_largest_tiles_leave_registers_for_a_trace(arch):
+    shape = MoEShape.preset("pro8")
+    contract = Contract(shape, ranks=1, max_tokens=8192, format=default_format(arch))
+    plan = replace(make_plan(contract, arch, block_m=ladder_of(arch)[-1]), trace=True)
+    kernel = compiler.compile(render(plan), Arch.get(arch).compile_target, name="traced.cu")
+    assert kernel.problems() == ()
 
 
 @pytest.fixture(scope="session")
