@@ -109,6 +109,13 @@ def test_a_kernel_stays_short(name):
     assert source(name).count("\n") <= MAX_LINES[plan.arch] + more
 
 
+def test_a_trace_counts_surplus_rows_as_epilogue():
+    """A state lasts until the next one begins, so it must begin before their epilogue."""
+    role = source("sm90-trace-m144").split("math role")[-1]
+    begun, surplus = (role.index(word) for word in ("TRACE_L1_EPILOGUE", "l1_epilogue_surplus("))
+    assert begun < surplus and "trace_state" not in role[surplus : role.index("l2_epilogue<halves>(")]
+
+
 def test_each_definition_of_a_template_is_in_some_kernel():
     """What no kernel uses is left out of all of them, so it would never be missed."""
     rendered = {defined for name in SOURCES for defined in definitions(source(name))}
