@@ -10,18 +10,18 @@
 //   contract   b1cb3e42a8685d80   plan ff9576a1ab08a073   arch sm90
 //
 // Why this plan:
-//   block_m            128: 256.0 rows per expert expected: a large tile reuses weights most
-//   operand_order      tokens_on_m: a thread scales 2 token rows instead of many; an SF group lies in one or
-//                      two warps
-//   stages             4: 221248 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
-//   combine_columns    1024: 8192 units for 1056 warps
-//   experts_per_wave   32: 384 L1 tiles expected in a wave, at least 2 for each of 132 SMs; divides 128
-//   prefetched_blocks  0: with this many rows other things than the first weights take the time
+//   block_m              128: 256.0 rows per expert expected: a large tile reuses weights most
+//   operand_order        tokens_on_m: a thread scales 2 token rows instead of many; an SF group lies in one
+//                        or two warps
+//   stages               4: 221248 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
+//   combine_columns      1024: 8192 units for 1056 warps
+//   experts_per_wave     32: 384 L1 tiles expected in a wave, at least 2 for each of 132 SMs; divides 128
+//   prefetched_blocks    0: with this many rows other things than the first weights take the time
 //   evicts_lone_weights  True: what stays are weights that several row blocks read
-//   pull_bytes         2048: a row of 2048 bytes in 1 piece
-//   l1_ring_blocks     383: all that any routing can bring
-//   roles              32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224 =
-//                      64,512 registers of a 384-thread launch; SwiGLU spills below 216
+//   pull_bytes           2048: a row of 2048 bytes in 1 piece
+//   l1_ring_blocks       383: all that any routing can bring
+//   roles                32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224
+//                        = 64,512 registers of a 384-thread launch; SwiGLU spills below 216
 //
 // Roles of the 384 threads, with the warps and the registers per thread of each:
 //   load_tokens   0      56  walks the schedule, waits for rows, fills the token side of the stages

@@ -10,19 +10,19 @@
 //   contract   84b55dfdda63dac3   plan dc52751684d913a5   arch sm90
 //
 // Why this plan:
-//   block_m            128: 768.0 rows per expert expected: a large tile reuses weights most
-//   operand_order      tokens_on_m: a thread scales 2 token rows instead of many; an SF group lies in one or
-//                      two warps
-//   stages             4: 225088 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
-//   combine_columns    1024: 16384 units for 1056 warps
-//   experts_per_wave   4: 384 L1 tiles expected in a wave, at least 2 for each of 132 SMs; divides 32
-//   prefetched_blocks  0: with this many rows other things than the first weights take the time
+//   block_m              128: 768.0 rows per expert expected: a large tile reuses weights most
+//   operand_order        tokens_on_m: a thread scales 2 token rows instead of many; an SF group lies in one
+//                        or two warps
+//   stages               4: 225088 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
+//   combine_columns      1024: 16384 units for 1056 warps
+//   experts_per_wave     4: 384 L1 tiles expected in a wave, at least 2 for each of 132 SMs; divides 32
+//   prefetched_blocks    0: with this many rows other things than the first weights take the time
 //   evicts_lone_weights  True: what stays are weights that several row blocks read
-//   pull_bytes         4096: a row of 4096 bytes in 1 piece
-//   l1_ring_blocks     263: 1.2 times the 24,576 rows of even routing, and 127 of padding for each of 32
-//                      experts; 1568 would take any routing
-//   roles              32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224 =
-//                      64,512 registers of a 384-thread launch; SwiGLU spills below 216
+//   pull_bytes           4096: a row of 4096 bytes in 1 piece
+//   l1_ring_blocks       263: 1.2 times the 24,576 rows of even routing, and 127 of padding for each of 32
+//                        experts; 1568 would take any routing
+//   roles                32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224
+//                        = 64,512 registers of a 384-thread launch; SwiGLU spills below 216
 //
 // Roles of the 384 threads, with the warps and the registers per thread of each:
 //   load_tokens   0      56  walks the schedule, waits for rows, fills the token side of the stages

@@ -10,23 +10,24 @@
 //   contract   6be8da9184e14f41   plan 1b0b48435be8d33b   arch sm100
 //
 // Why this plan:
-//   block_m            192: 768.0 rows per expert expected: of 16, 32, 64, 96, 128, 192, the least padding,
-//                      if a tile costs as much as 36 rows more
-//   operand_order      tokens_on_n: weights on the 256-row side, so 192 tokens need no padding
-//   cluster            2: a pair of CTAs shares a tile: each loads its 128 weight rows and half of the tokens
-//   tmem_columns       512: 192 + 192 + 72 (accumulators, scale factors), up to a power of two
-//   stages             6: 216816 of 232448 bytes of shared memory, where E2M1 takes a byte per value; a stage
-//                      takes 30224, so one more does not fit
-//   experts_per_wave   4: 256 L1 tiles expected in a wave, at least 2 for each of 74 clusters of 2; divides
-//                      32
-//   pull_bytes         4096: a row of 4096 bytes in 1 piece
-//   combine_columns    1024: 16384 units for 1184 warps
-//   l1_ring_blocks     186: 1.2 times the 24,576 rows of even routing, and 191 of padding for each of 32
-//                      experts; 1056 would take any routing
-//   pool_rows          202752: 8 x 4096 tokens x min(6, 32) copies at most, and 191 rows of padding per
-//                      expert, up to a multiple of 384, the LCM of all block_m
-//   roles              128 x 48 + 32 x 40 + 32 x 40 + 32 x 40 + 32 x 40 + 256 x 208: 128 x 48 + 128 x 40 +
-//                      256 x 208 = 64,512 of the 65,536 registers of 512 threads; 32 experts per rank <= 64
+//   block_m              192: 768.0 rows per expert expected: of 16, 32, 64, 96, 128, 192, the least padding,
+//                        if a tile costs as much as 36 rows more
+//   operand_order        tokens_on_n: weights on the 256-row side, so 192 tokens need no padding
+//   cluster              2: a pair of CTAs shares a tile: each loads its 128 weight rows and half of the
+//                        tokens
+//   tmem_columns         512: 192 + 192 + 72 (accumulators, scale factors), up to a power of two
+//   stages               6: 216816 of 232448 bytes of shared memory, where E2M1 takes a byte per value; a
+//                        stage takes 30224, so one more does not fit
+//   experts_per_wave     4: 256 L1 tiles expected in a wave, at least 2 for each of 74 clusters of 2; divides
+//                        32
+//   pull_bytes           4096: a row of 4096 bytes in 1 piece
+//   combine_columns      1024: 16384 units for 1184 warps
+//   l1_ring_blocks       186: 1.2 times the 24,576 rows of even routing, and 191 of padding for each of 32
+//                        experts; 1056 would take any routing
+//   pool_rows            202752: 8 x 4096 tokens x min(6, 32) copies at most, and 191 rows of padding per
+//                        expert, up to a multiple of 384, the LCM of all block_m
+//   roles                128 x 48 + 32 x 40 + 32 x 40 + 32 x 40 + 32 x 40 + 256 x 208: 128 x 48 + 128 x 40 +
+//                        256 x 208 = 64,512 of the 65,536 registers of 512 threads; 32 experts per rank <= 64
 //
 // Roles of the 512 threads, with the warps and the registers per thread of each:
 //   dispatch      0-3    48  waits for all ranks' routes, pulls tokens

@@ -10,18 +10,18 @@
 //   contract   64878d3ac84a9459   plan 0a2435635211c1ae   arch sm90
 //
 // Why this plan:
-//   block_m            144: 128.0 rows per expert expected: 1.20 tiles' time each instead of 1.30
-//   operand_order      tokens_on_m: a thread scales 2 token rows instead of many; an SF group lies in one or
-//                      two warps
-//   stages             4: 225728 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
-//   combine_columns    256: 512 units for 1056 warps
-//   experts_per_wave   4: 16 L1 tiles in all: less than 2 for each of 132 SMs, so one wave
-//   prefetched_blocks  0: with this many rows other things than the first weights take the time
+//   block_m              144: 128.0 rows per expert expected: 1.20 tiles' time each instead of 1.30
+//   operand_order        tokens_on_m: a thread scales 2 token rows instead of many; an SF group lies in one
+//                        or two warps
+//   stages               4: 225728 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
+//   combine_columns      256: 512 units for 1056 warps
+//   experts_per_wave     4: 16 L1 tiles in all: less than 2 for each of 132 SMs, so one wave
+//   prefetched_blocks    0: with this many rows other things than the first weights take the time
 //   evicts_lone_weights  True: what stays are weights that several row blocks read
-//   pull_bytes         512: a row of 512 bytes in 1 piece
-//   l1_ring_blocks     12: all that any routing can bring
-//   roles              32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224 =
-//                      64,512 registers of a 384-thread launch; SwiGLU spills below 216
+//   pull_bytes           512: a row of 512 bytes in 1 piece
+//   l1_ring_blocks       12: all that any routing can bring
+//   roles                32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224
+//                        = 64,512 registers of a 384-thread launch; SwiGLU spills below 216
 //
 // Roles of the 384 threads, with the warps and the registers per thread of each:
 //   load_tokens   0      56  walks the schedule, waits for rows, fills the token side of the stages
@@ -107,7 +107,7 @@ constexpr int MATH_REGISTERS = 224;  // per thread
 constexpr u32 BARRIER_COUNTS_KNOWN = 1;  // all threads: the schedule can start
 constexpr u32 BARRIER_MATH = 2;  // math role
 constexpr u32 BARRIER_ROLES_DONE = 3;  // all threads: every role of this SM has left
-constexpr u32 BARRIER_WARPGROUP = 4;  // and 5, one per math warpgroup
+constexpr u32 BARRIER_WARPGROUP = 4;  // and 5, one per math warpgroup; BARRIER_MATH parts it from a pair's
 constexpr u32 BARRIER_PAIR = 4;  // and 5 to 7, one per pair of math warps that share rows
 constexpr u32 ZEROED_BYTES = 32;  // from SMEM_CTA_FLAGS on
 
@@ -1924,7 +1924,7 @@ DEVICE void compute_share(const Params& p, u32 smem, Stage& stage, const MathThr
         } else {
             l2_epilogue_surplus(p, smem, now, tile, surplus);
         }
-        named_barrier(BARRIER_MATH, MATH_THREADS);  // the staging area is free again
+        named_barrier(BARRIER_MATH, MATH_THREADS);  // staging and the warpgroups' barriers are free again
     }
     if (is_l1) {
         l1_epilogue<halves>(p, smem, now, share, tile, acc);

@@ -10,18 +10,18 @@
 //   contract   64878d3ac84a9459   plan 0be642171e0ae919   arch sm90
 //
 // Why this plan:
-//   block_m            32: 16.0 rows per expert expected, 24.0 with two standard deviations: one tile holds
-//                      them
-//   operand_order      tokens_on_n: WGMMA's N goes in steps of 8, so 32 token rows need no padding to 64
-//   stages             4: 158720 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
-//   combine_columns    256: 64 units for 1056 warps
-//   experts_per_wave   4: 16 L1 tiles in all: less than 2 for each of 132 SMs, so one wave
-//   prefetched_blocks  4: come to the L2 cache until the routes of all ranks are known
+//   block_m              32: 16.0 rows per expert expected, 24.0 with two standard deviations: one tile holds
+//                        them
+//   operand_order        tokens_on_n: WGMMA's N goes in steps of 8, so 32 token rows need no padding to 64
+//   stages               4: 158720 of 232448 bytes of shared memory; 4 stages are the most that a plan takes
+//   combine_columns      256: 64 units for 1056 warps
+//   experts_per_wave     4: 16 L1 tiles in all: less than 2 for each of 132 SMs, so one wave
+//   prefetched_blocks    4: come to the L2 cache until the routes of all ranks are known
 //   evicts_lone_weights  True: what stays are the activations, which are few enough
-//   pull_bytes         512: a row of 512 bytes in 1 piece
-//   l1_ring_blocks     36: all that any routing can bring
-//   roles              32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224 =
-//                      64,512 registers of a 384-thread launch; SwiGLU spills below 216
+//   pull_bytes           512: a row of 512 bytes in 1 piece
+//   l1_ring_blocks       36: all that any routing can bring
+//   roles                32 x 56 + 32 x 56 + 32 x 56 + 32 x 56 + 256 x 224: setmaxnreg: 128 x 56 + 256 x 224
+//                        = 64,512 registers of a 384-thread launch; SwiGLU spills below 216
 //
 // Roles of the 384 threads, with the warps and the registers per thread of each:
 //   load_tokens   0      56  walks the schedule, waits for rows, fills the token side of the stages

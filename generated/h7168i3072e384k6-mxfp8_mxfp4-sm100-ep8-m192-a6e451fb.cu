@@ -10,23 +10,24 @@
 //   contract   f60cc6d58bff4f15   plan a6e451fbb686bfca   arch sm100
 //
 // Why this plan:
-//   block_m            192: 512.0 rows per expert expected: of 16, 32, 64, 96, 128, 192, the least padding,
-//                      if a tile costs as much as 36 rows more
-//   operand_order      tokens_on_n: weights on the 256-row side, so 192 tokens need no padding
-//   cluster            2: a pair of CTAs shares a tile: each loads its 128 weight rows and half of the tokens
-//   tmem_columns       512: 192 + 192 + 72 (accumulators, scale factors), up to a power of two
-//   stages             6: 215408 of 232448 bytes of shared memory, where E2M1 takes a byte per value; a stage
-//                      takes 30224, so one more does not fit
-//   experts_per_wave   3: 216 L1 tiles expected in a wave, at least 2 for each of 74 clusters of 2; divides
-//                      48
-//   pull_bytes         3584: a row of 7168 bytes in 2 pieces
-//   combine_columns    1024: 28672 units for 1184 warps
-//   l1_ring_blocks     202: 1.2 times the 24,576 rows of even routing, and 191 of padding for each of 48
-//                      experts; 1072 would take any routing
-//   pool_rows          205824: 8 x 4096 tokens x min(6, 48) copies at most, and 191 rows of padding per
-//                      expert, up to a multiple of 384, the LCM of all block_m
-//   roles              128 x 48 + 32 x 40 + 32 x 40 + 32 x 40 + 32 x 40 + 256 x 208: 128 x 48 + 128 x 40 +
-//                      256 x 208 = 64,512 of the 65,536 registers of 512 threads; 48 experts per rank <= 64
+//   block_m              192: 512.0 rows per expert expected: of 16, 32, 64, 96, 128, 192, the least padding,
+//                        if a tile costs as much as 36 rows more
+//   operand_order        tokens_on_n: weights on the 256-row side, so 192 tokens need no padding
+//   cluster              2: a pair of CTAs shares a tile: each loads its 128 weight rows and half of the
+//                        tokens
+//   tmem_columns         512: 192 + 192 + 72 (accumulators, scale factors), up to a power of two
+//   stages               6: 215408 of 232448 bytes of shared memory, where E2M1 takes a byte per value; a
+//                        stage takes 30224, so one more does not fit
+//   experts_per_wave     3: 216 L1 tiles expected in a wave, at least 2 for each of 74 clusters of 2; divides
+//                        48
+//   pull_bytes           3584: a row of 7168 bytes in 2 pieces
+//   combine_columns      1024: 28672 units for 1184 warps
+//   l1_ring_blocks       202: 1.2 times the 24,576 rows of even routing, and 191 of padding for each of 48
+//                        experts; 1072 would take any routing
+//   pool_rows            205824: 8 x 4096 tokens x min(6, 48) copies at most, and 191 rows of padding per
+//                        expert, up to a multiple of 384, the LCM of all block_m
+//   roles                128 x 48 + 32 x 40 + 32 x 40 + 32 x 40 + 32 x 40 + 256 x 208: 128 x 48 + 128 x 40 +
+//                        256 x 208 = 64,512 of the 65,536 registers of 512 threads; 48 experts per rank <= 64
 //
 // Roles of the 512 threads, with the warps and the registers per thread of each:
 //   dispatch      0-3    48  waits for all ranks' routes, pulls tokens

@@ -337,6 +337,7 @@ def _token_constants(plan: KernelPlan) -> tuple[Constant, ...]:
 
 def _sm90_threads(plan: Sm90Plan) -> tuple[Constant, ...]:
     roles = {role.name: role for role in plan.roles}
+    parted = "; BARRIER_MATH parts it from a pair's" if plan.surplus_rows else ""
     return (
         Constant("THREADS", plan.threads),
         Constant("FULL_WARP", "~0u"),
@@ -352,7 +353,7 @@ def _sm90_threads(plan: Sm90Plan) -> tuple[Constant, ...]:
         Constant("BARRIER_COUNTS_KNOWN", 1, "all threads: the schedule can start"),
         Constant("BARRIER_MATH", 2, "math role"),
         Constant("BARRIER_ROLES_DONE", 3, "all threads: every role of this SM has left"),
-        Constant("BARRIER_WARPGROUP", 4, "and 5, one per math warpgroup"),
+        Constant("BARRIER_WARPGROUP", 4, f"and 5, one per math warpgroup{parted}"),
         Constant("BARRIER_PAIR", 4, "and 5 to 7, one per pair of math warps that share rows"),
         Constant("ZEROED_BYTES", plan.smem.size - plan.smem["cta_flags"].offset, "from SMEM_CTA_FLAGS on"),
     )

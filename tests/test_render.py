@@ -143,6 +143,12 @@ def test_reasons_are_told_in_full():
         assert f"{choice.value}: {choice.reason}" in words
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_reasons_start_in_one_column(name):
+    head = source(name).split("// Why this plan:\n")[1].split("//\n")[0]
+    assert len({len(start) for start in re.findall(r"^//   \w+ +", head, re.M)}) == 1
+
+
 def test_comments_are_wrapped_where_names_make_them_long():
     """Common templates call things by the architecture's names."""
     text = source("sm100-flash8-m128")
