@@ -289,7 +289,9 @@ def test_edited_files_are_refused(arch, field, value):
         KernelPlan.from_json(json.dumps(values))
 
 
-@pytest.mark.parametrize("field", ["stages", "roles", "contract", "choices", "expected_tokens"])
+@pytest.mark.parametrize(
+    "field", ["stages", "roles", "contract", "choices", "expected_tokens", "evicts_lone_weights"]
+)
 def test_files_that_lack_a_field_are_refused_by_its_name(field):
     values = json.loads(make_plan(TINY, "sm90", 8).to_json())
     del values[field]
@@ -323,6 +325,9 @@ BASES = {"sm90": make_plan(TINY, "sm90", 8), "sm100": make_plan(FLASH, "sm100", 
         ("sm90", {"prefetched_blocks": 5}, "prefetched_blocks=5"),
         ("sm90", {"evicts_lone_weights": "no"}, "evicts_lone_weights='no'"),
         ("sm90", {"combine_columns": 64}, "combine_columns=64"),
+        ("sm90", {"lone_publisher_routes": -1}, "lone_publisher_routes=-1"),
+        ("sm90", {"lone_publisher_routes": "all"}, "lone_publisher_routes='all'"),
+        ("sm90", {"trace": "yes"}, "trace='yes'"),
         ("sm100", {"stages": 90}, "tensor memory: 1024 columns"),
         ("sm100", {"stages": 40}, "shared memory"),
         ("sm100", {"block_m": 48}, "block_m=48"),

@@ -275,6 +275,12 @@ class KernelPlan(ABC):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise PlanError(f"{name}={value!r}: give a positive integer")
+        if type(self.lone_publisher_routes) is not int or self.lone_publisher_routes < 0:
+            raise PlanError(
+                f"lone_publisher_routes={self.lone_publisher_routes!r}: give an integer of 0 or more"
+            )
+        if not isinstance(self.trace, bool):
+            raise PlanError(f"trace={self.trace!r} is neither True nor False")
         self._check_form()
         if self.stages < 2:
             raise PlanError(f"stages={self.stages}: the load pipeline needs at least 2")
