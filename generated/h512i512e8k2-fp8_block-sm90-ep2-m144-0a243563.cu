@@ -1517,7 +1517,7 @@ DEVICE void signal_role(const Params& p, u32 smem, u32 lane) {
 }
 
 // ---------------------------------------------------------------- MMA, tokens on N
-// For the rows that neither warpgroup has on M.
+// For the last SURPLUS_ROWS rows of a tile, which neither warpgroup has on M (see below).
 // A and B are swapped: a warpgroup computes 128 weight rows of the tile, as two m64n16, for these rows.
 // acc[half][4 * g + i]: weight row 64 * half + 16 * (warp of the group) + lane / 4 + 8 * (i / 2),
 //                       token 8 * g + 2 * (lane % 4) + i % 2.
@@ -1608,7 +1608,7 @@ DEVICE void add_scaled(Half& acc, const Half& partial, float2 even, float2 odd) 
 }
 
 // The K loop of `halves` halves of one tile. `weight_sf` has one pair per K block: the scales of gate and up
-// rows (L1), or of the two halves (L2).
+// rows (L1), or of the two halves (L2). Surplus rows, if there are any, come first in each K block.
 template <u32 halves>
 DEVICE void accumulate(const Params& p, u32 smem, Stage& stage, const MathThread& me, const Share& share,
                        bool is_l1, const float2* weight_sf, Half (&acc)[halves], Surplus& surplus,
@@ -1831,7 +1831,7 @@ DEVICE void l1_epilogue_surplus(const Params& p, u32 smem, const MathThread& me,
             store_shared_f32_pair(own, amax.x, amax.y);
         }
     }
-    named_barrier(BARRIER_MATH, MATH_THREADS);
+    named_barrier(BARRIER_MATH, MATH_THREADS);  // all parts are there; the staging area is free
     if (me.thread < SURPLUS_ROWS) {
         float amax = 0.0f;
 #pragma unroll
@@ -1880,7 +1880,7 @@ DEVICE void l2_epilogue_surplus(const Params& p, u32 smem, const MathThread& me,
         const u32 column = tile.n_tile * BLOCK_N + me.warpgroup * 128 + group_thread % 8 * 8;
         home[i] = token < rows ? home_row(p, pool_row + token) + column * 2 : 0;
     }
-    named_barrier(BARRIER_MATH, MATH_THREADS);  // L1 rows may still be on their way out of the staging area
+    named_barrier(BARRIER_MATH, MATH_THREADS);  // rows of the tile before may still lie in the staging area
 #pragma unroll
     for (u32 half = 0; half < HALVES; ++half) {
         if (half > 0) named_barrier(BARRIER_WARPGROUP + me.warpgroup, GROUP_THREADS);

@@ -1632,7 +1632,7 @@ DEVICE void l1_epilogue(const Params& p, u32 smem, const MathThread& me, const M
             store_shared_f32_pair(own, amax.x, amax.y);
         }
     }
-    named_barrier(BARRIER_MATH, MATH_THREADS);
+    named_barrier(BARRIER_MATH, MATH_THREADS);  // all parts are there; the staging area is free
     if (me.thread < BLOCK_M) {
         float amax = 0.0f;
 #pragma unroll
@@ -1679,7 +1679,7 @@ DEVICE void l2_epilogue(const Params& p, u32 smem, const MathThread& me, const M
         const u32 column = tile.n_tile * BLOCK_N + me.warpgroup * 128 + group_thread % 8 * 8;
         home[i] = token < tile.rows ? home_row(p, pool_row + token) + column * 2 : 0;
     }
-    named_barrier(BARRIER_MATH, MATH_THREADS);  // L1 rows may still be on their way out of the staging area
+    named_barrier(BARRIER_MATH, MATH_THREADS);  // rows of the tile before may still lie in the staging area
 #pragma unroll
     for (u32 half = 0; half < HALVES; ++half) {
         if (half > 0) named_barrier(BARRIER_WARPGROUP + me.warpgroup, GROUP_THREADS);
