@@ -135,9 +135,12 @@ def test_ranks_with_different_plans_and_sms(weights: ExpertWeights, blocks: tupl
 
 
 @pytest.mark.parametrize("block_m", BLOCKS)
-def test_padding_rows_may_hold_anything(weights: ExpertWeights, block_m: int) -> None:
-    inputs = make_inputs(SHAPE, 77)
-    parts = inputs.deal([40, 37])
+@pytest.mark.parametrize(("tokens", "routing"), [(77, "uniform"), (137, "one-expert")])
+def test_padding_rows_may_hold_anything(
+    weights: ExpertWeights, tokens: int, routing: str, block_m: int
+) -> None:
+    inputs = make_inputs(SHAPE, tokens, routing)
+    parts = inputs.deal(even_counts(tokens, 2))
     contract = make_group(SHAPE, weights, 2)[0].contract
     group = make_group(SHAPE, weights, 2, plan=make_plan(contract, block_m=block_m))
     expected = run_group(group, parts)
