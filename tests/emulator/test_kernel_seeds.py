@@ -4,7 +4,9 @@
 """
 
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from judged import require_right
 
@@ -88,6 +90,17 @@ def test_rows_around_a_tile_with_surplus_rows(rows: int) -> None:
     shape = MoEShape(hidden=256, intermediate=256, experts=2, top_k=1)
     plan = make_plan(Contract(shape, 2, 256), tokens=256, sms=2, block_m=144)
     require_right(Case((plan,) * 2, (2, 1), (rows - 60, 60), routing="one-expert", seed=rows))
+
+
+@pytest.mark.parametrize("rows", [(144, 60, 136, 1), (64, 145, 129, 65)])
+def test_half_tiles_beside_tiles_with_surplus_rows(rows: tuple[int, ...], tmp_path: Path) -> None:
+    """Expert by expert on one SM, so that warps that are done meet slow ones in either kind of epilogue."""
+    np.save(tmp_path / "ids.npy", np.repeat(np.arange(len(rows)), rows)[:, None])
+    shape = MoEShape(hidden=384, intermediate=128, experts=len(rows), top_k=1)
+    plan = make_plan(Contract(shape, 1, 512), tokens=512, sms=1, block_m=144)
+    case = Case((replace(plan, experts_per_wave=1),), (1,), (sum(rows),), str(tmp_path / "ids.npy"))
+    for seed in range(3):
+        require_right(replace(case, seed=seed))
 
 
 @pytest.mark.parametrize("clamp, activation", [(0.5, "fast"), (None, "exact")])
