@@ -10,7 +10,7 @@
 //   contract   64878d3ac84a9459   plan 0a2435635211c1ae   arch sm90
 //
 // Why this plan:
-//   block_m              144: 128.0 rows per expert expected: 1.20 tiles' time each instead of 1.30
+//   block_m              144: 128.0 rows per expert expected: 1.21 tiles' time each instead of 1.30
 //   operand_order        tokens_on_m: a thread scales 2 token rows instead of many; an SF group lies in one
 //                        or two warps
 //   stages               4: 225728 of 232448 bytes of shared memory; 4 stages are the most that a plan takes

@@ -240,9 +240,9 @@ def tiles_cost(contract: Contract, tokens: int, block_m: int) -> float:
     return sum(share * cost(rows) for rows, share in row_distribution(contract, tokens))
 
 
-TILE_COSTS = {16: 0.42, 32: 0.49, WGMMA_M: 0.63, FULL_BLOCK_M: 1.0, LARGEST_BLOCK_M: 1.36}
-"""Time of a tile of up to so many rows. Measured on an H200: in L1 of `pro8` 34.1, 54.4 and 70 us with 64,
-128 and 144 (`docs/performance.md`, step 18); 16 and 32 from layers of `flash8` with 8,192 tokens."""
+TILE_COSTS = {16: 0.42, 32: 0.49, WGMMA_M: 0.63, FULL_BLOCK_M: 1.0, LARGEST_BLOCK_M: 1.38}
+"""Time of a tile of up to so many rows. Measured on an H200 in L1 of `pro8`: 34.1 and 54.4 us with 64 and 128
+in one run, 50.5 and 70 with 128 and 144 in another; 16 and 32 from layers of `flash8` with 8,192 tokens."""
 
 
 def tile_cost(rows: int, block_m: int) -> float:
