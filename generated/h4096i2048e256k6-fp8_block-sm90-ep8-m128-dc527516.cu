@@ -1221,7 +1221,7 @@ DEVICE bool load_weights(const Params& p, u32 smem, Stage& stage, const Tile& ti
     const u32 k_blocks = k_blocks_of(is_l1);
     const u64 n_tile = static_cast<u64>(tile.expert) * (is_l1 ? L1_N_TILES : L2_N_TILES) + tile.n_tile;
     u64 source = (is_l1 ? p.w13 : p.w2) + n_tile * k_blocks * WEIGHT_STAGE_BYTES;
-    // Those of the first tile, too: they push dirty lines out at once, not bit by bit between reads.
+    // Shared weights stay in L2; so do those of the first tile, which push dirty lines out all at once.
     const bool stay = n == 0 || rows_of_expert(smem, tile.expert) > BLOCK_M;
     for (u32 k = 0; k < k_blocks; ++k, source += WEIGHT_STAGE_BYTES) {
         if (!wait_unless_left(smem, empty_barrier(smem, stage.index), stage.parity ^ 1, n)) return false;

@@ -1242,7 +1242,7 @@ DEVICE bool load_weights(const Params& p, u32 smem, Stage& stage, const Tile& ti
     const u32 k_blocks = k_blocks_of(is_l1);
     const u64 n_tile = static_cast<u64>(tile.expert) * (is_l1 ? L1_N_TILES : L2_N_TILES) + tile.n_tile;
     u64 source = (is_l1 ? p.w13 : p.w2) + n_tile * k_blocks * WEIGHT_STAGE_BYTES;
-    // Those of the first tile, too: they push dirty lines out at once, not bit by bit between reads.
+    // Shared weights stay in L2; so do those of the first tile, which push dirty lines out all at once.
     const bool stay = n == 0 || rows_of_expert(smem, tile.expert) > BLOCK_M;
     for (u32 k = 0; k < k_blocks; ++k, source += WEIGHT_STAGE_BYTES) {
         if (!wait_unless_left(smem, empty_barrier(smem, stage.index), stage.parity ^ 1, n)) return false;
@@ -1520,7 +1520,7 @@ DEVICE void signal_role(const Params& p, u32 smem, u32 lane) {
 // For the last SURPLUS_ROWS rows of a tile, which neither warpgroup has on M (see below).
 // A and B are swapped: a warpgroup computes 128 weight rows of the tile, as two m64n16, for these rows.
 // acc[half][4 * g + i]: weight row 64 * half + 16 * (warp of the group) + lane / 4 + 8 * (i / 2),
-//                       token 8 * g + 2 * (lane % 4) + i % 2.
+//                       surplus row 8 * g + 2 * (lane % 4) + i % 2.
 // With gate and up interleaved by 8 rows, i / 2 tells gate (0) from up (1) of one intermediate column.
 
 constexpr u32 TOKEN_GROUPS = SURPLUS_ROWS / 8;
@@ -1801,7 +1801,7 @@ DEVICE void l2_epilogue(const Params& p, u32 smem, const MathThread& me, const S
 // A token's columns are spread over all math warps, so rows are put together in shared memory: 128 bytes per
 // token and warpgroup, chunk c of token t at c XOR (t mod 8) against bank conflicts.
 
-// Produces 128 intermediate columns of the tile's rows, and their scale factors, in the pool of L2.
+// Produces 128 intermediate columns of the surplus rows, and their scale factors, in the pool of L2.
 DEVICE void l1_epilogue_surplus(const Params& p, u32 smem, const MathThread& me, const MathTile& tile,
                                 Surplus& acc) {
     const u64 pool_row = static_cast<u64>(tile.pool_block) * BLOCK_M + FULL_ROWS;
@@ -1864,7 +1864,7 @@ DEVICE void l1_epilogue_surplus(const Params& p, u32 smem, const MathThread& me,
     }
 }
 
-// Sends 256 columns of the tile's rows home, as bfloat16: each warpgroup 64 columns at a time.
+// Sends 256 columns of the surplus rows home, as bfloat16: each warpgroup 64 columns at a time.
 DEVICE void l2_epilogue_surplus(const Params& p, u32 smem, const MathThread& me, const MathTile& tile,
                                 Surplus& acc) {
     constexpr u32 GROUP_THREADS = MATH_THREADS / 2;

@@ -120,6 +120,7 @@ def _sm90_context(plan: Sm90Plan) -> dict[str, Any]:
         ),
         "operand_order": plan.operand_order,
         "surplus": plan.surplus_rows > 0,
+        "on_n": _names_on_n(plan.surplus_rows > 0),
         "rows_on_n": rows_on_n,
         "wgmma_ns": (*((rows_on_n,) if rows_on_n else ()), *((128,) if rows_on_m else ())),
         "worker": "math",
@@ -140,6 +141,19 @@ def _sm90_context(plan: Sm90Plan) -> dict[str, Any]:
         "l1_stores_of_block": "L1_N_TILES",
         "l2_stores_of_block": "L2_N_TILES",
         "arrive_tile_empty": "mbarrier_arrive",
+    }
+
+
+def _names_on_n(surplus: bool) -> dict[str, str]:
+    """What the part with tokens on N calls its rows, functions and types, alone or beside tokens on M."""
+    suffix = "_surplus" if surplus else ""
+    return {
+        "rows": "SURPLUS_ROWS" if surplus else "BLOCK_M",
+        "in_use": "rows" if surplus else "tile.rows",
+        "suffix": suffix,
+        "pad": " " * len(suffix),  # of continuation lines
+        "half": "SurplusHalf" if surplus else "Half",
+        "accumulators": "Surplus" if surplus else "Accumulators",
     }
 
 

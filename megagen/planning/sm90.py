@@ -76,7 +76,7 @@ class Sm90Plan(KernelPlan):
     @property
     def surplus_rows(self) -> int:
         """Rows of a tile that no math warpgroup has on M: both compute them with tokens on N."""
-        return max(0, self.block_m - FULL_BLOCK_M)
+        return surplus_rows(self.block_m)
 
     @property
     def splits_columns(self) -> bool:
@@ -119,6 +119,11 @@ class Sm90Plan(KernelPlan):
 # Sizes
 
 
+def surplus_rows(block_m: int) -> int:
+    """Rows of a tile beyond those that the two math warpgroups have on M."""
+    return max(0, block_m - FULL_BLOCK_M)
+
+
 def activation_bytes(contract: Contract, tokens: int) -> int:
     """What a launch writes for its rows at even routing: pulled tokens, intermediate, expert outputs."""
     shape = contract.shape
@@ -138,7 +143,7 @@ def pool_rows(contract: Contract, block_m: int) -> int:
 
 def ring_blocks(contract: Contract, block_m: int, sms: int) -> tuple[int, str]:
     """Blocks of pulled rows that a plan has room for, and why: surplus rows get no more of it."""
-    padding = min(block_m, FULL_BLOCK_M) - 1
+    padding = block_m - surplus_rows(block_m) - 1
     return choose_ring_blocks(contract, block_m, sms, pool_rows(contract, block_m) // block_m, padding)
 
 
@@ -156,7 +161,7 @@ def cta_smem(
     # Output staging: 16 rows per math warp, or 128 bytes per token and warpgroup. Routes are counted in it
     # before.
     staging = max(MATH_WARPS * WARP_STAGING_BYTES if on_m else 2 * block_m * 128, contract.shape.experts * 4)
-    rows_on_n = max(0, block_m - FULL_BLOCK_M) if on_m else block_m
+    rows_on_n = surplus_rows(block_m) if on_m else block_m
     pair_amax = (("pair_amax", "f32", (MATH_WARPS, 8), 16),) if on_m else ()
     on_n = (("amax", "f32", (MATH_WARPS, rows_on_n), 16), ("inverse_sf", "f32", (rows_on_n,), 16))
     return smem_layout(
@@ -323,7 +328,7 @@ def make_sm90_plan(contract: Contract, arch: Arch, tokens: int, sms: int, block_
         block_reason = "forced"
     order, order_reason = choose_operand_order(block_m)
     pull_bytes, pull_reason = choose_pull_bytes(
-        contract, MAX_PULL_BYTES if block_m <= FULL_BLOCK_M else MAX_PULL_BYTES_WITH_SURPLUS
+        contract, MAX_PULL_BYTES_WITH_SURPLUS if surplus_rows(block_m) else MAX_PULL_BYTES
     )
     stages, stage_reason = choose_stages(arch, contract, order, block_m, pull_bytes)
     columns, columns_reason = choose_combine_columns(contract, sms * MATH_WARPS, tokens)
